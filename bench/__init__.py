@@ -1,0 +1,1 @@
+"""Benchmarks, each `python -m bench.<name> [--json]`. Figures and goals; nothing here is imported by the product."""

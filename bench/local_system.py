@@ -1,0 +1,89 @@
+"""Workers and a router as plain processes, without Ray, for benchmarks that compare systems."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from engine.errors import InternalError
+
+READY_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 10.0
+
+
+class LocalSystem:
+    """A router over `prefill` prefill workers and `decode` decode workers, each a process of this machine.
+
+    Leaving the context stops every process: first asked, then killed.
+    """
+
+    def __init__(self, model: Path, *, prefill: int, decode: int, worker_flags: Sequence[str] = ()) -> None:
+        self._model = model
+        self._roles = ["decode_worker"] * decode + ["prefill_worker"] * prefill
+        self._worker_flags = list(worker_flags)
+        self._stack = ExitStack()
+        self.router_address = ""
+        self.pids: list[int] = []
+
+    def __enter__(self) -> Self:
+        with self._stack as stack:
+            workers = [
+                self._start(stack, role, ["--worker-id", f"{role}-{i}", *self._worker_flags])
+                for i, role in enumerate(self._roles)
+            ]
+            addresses = [_ready_line(worker)["address"] for worker in workers]
+            flags = [flag for address in addresses for flag in ("--worker", str(address))]
+            router = self._start(stack, "router", flags)
+            self.router_address = str(_ready_line(router)["address"])
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _start(self, stack: ExitStack, module: str, flags: Sequence[str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, "--model", str(self._model), "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stack.callback(_stop, process)
+        self.pids.append(process.pid)
+        return process
+
+
+def _ready_line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while time.monotonic() < deadline:
+            if selector.select(deadline - time.monotonic()):
+                line = process.stdout.readline()
+                if not line:
+                    code = process.wait(STOP_TIMEOUT_S)
+                    raise InternalError(f"{process.args!r} ended before it was ready: code {code}")
+                ready: dict[str, Any] = json.loads(line)
+                return ready
+    raise InternalError(f"{process.args!r} was not ready within {READY_TIMEOUT_S:.0f} s")
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(STOP_TIMEOUT_S)
+    if process.stdout is not None:
+        process.stdout.close()

@@ -1,0 +1,127 @@
+"""Owns the memory of one KV pool: a tensor for the kernels, bytes for the links. Knows not which block is whose."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import sys
+from contextlib import suppress
+
+import torch
+
+from engine.errors import ConfigError, InternalError
+from engine.kv_layout import KvLayout
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h since 5.1; Python's fcntl has no name for it
+
+
+def blocks_that_fit(layout: KvLayout, kv_memory_bytes: int) -> int:
+    """Whole blocks of `layout` in `kv_memory_bytes`. Raises `ConfigError` if there is not one."""
+    num_blocks = kv_memory_bytes // layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(f"kv_memory_bytes {kv_memory_bytes} is less than one block of {layout.block_bytes} bytes")
+    return num_blocks
+
+
+class KvCache:
+    """The KV pool of one worker, zero at first; the system provides each page when it is first written.
+
+    On Linux the memory is a memfd, so that a peer on this host can map `fd`. It is sealed: nobody can resize it,
+    and (Linux 5.1 and later) no mapping but ours can write to it.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        """Raises `ConfigError` naming `kv_memory_bytes` if the machine cannot hold the pool; nothing stays open."""
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.nbytes = num_blocks * layout.block_bytes
+        _check_physical_memory(self.nbytes)
+        self.fd: int | None = _sealable_memfd(self.nbytes) if sys.platform == "linux" else None
+        try:
+            memory = mmap.mmap(-1 if self.fd is None else self.fd, self.nbytes)
+            if self.fd is not None:
+                _seal(self.fd)
+        except (OSError, MemoryError, OverflowError, ValueError) as error:
+            self._close_fd()
+            raise _does_not_fit(self.nbytes, error) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # only a hint: the kernel may be built without it
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = memoryview(memory)
+        self.pool = torch.frombuffer(memory, dtype=_DTYPES[layout.dtype]).view(num_blocks, *layout.shape)
+        """[blocks, layers, 2 (K, V), kv_heads, block_size, head_dim], contiguous."""
+
+    @property
+    def address(self) -> int:
+        """Of block 0 in this process, for native copies. Not to be kept beyond `close`."""
+        if self.closed:
+            raise InternalError("the KV pool is closed")
+        return self.pool.data_ptr()
+
+    @property
+    def closed(self) -> bool:
+        return self._bytes.nbytes == 0
+
+    def block(self, block: int) -> memoryview:
+        """The bytes of one block, `layout.block_bytes` long, writable, no copy."""
+        if not 0 <= block < self.num_blocks:
+            raise InternalError(f"block {block} is outside the pool of {self.num_blocks} blocks")
+        if self.closed:
+            raise InternalError("the KV pool is closed")
+        start = block * self.layout.block_bytes
+        return self._bytes[start : start + self.layout.block_bytes]
+
+    def close(self) -> None:
+        """Give the memory back. A second call does nothing.
+
+        A tensor or memoryview that someone still holds stays valid, and keeps the memory until it is gone. A plain
+        address does not: whoever copies through `address` must have stopped.
+        """
+        self._bytes = memoryview(b"")
+        self.pool = torch.empty(0, dtype=self.pool.dtype)
+        self._close_fd()
+
+    def _close_fd(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def _check_physical_memory(nbytes: int) -> None:
+    # Pages come when they are written: a pool larger than the machine would open well and be killed much later.
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > physical:
+        raise ConfigError(f"kv_memory_bytes: the KV pool needs {nbytes} bytes, the machine has {physical}")
+
+
+def _sealable_memfd(nbytes: int) -> int:
+    try:
+        fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise _does_not_fit(nbytes, error) from error
+    try:
+        os.ftruncate(fd, nbytes)
+    except (OSError, OverflowError) as error:
+        os.close(fd)
+        raise _does_not_fit(nbytes, error) from error
+    return fd
+
+
+def _seal(fd: int) -> None:
+    """Must follow our own mapping: the write seal refuses later writable ones."""
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _F_SEAL_FUTURE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)  # a kernel before 5.1
+
+
+def _does_not_fit(nbytes: int, error: Exception) -> ConfigError:
+    return ConfigError(f"kv_memory_bytes: cannot allocate {nbytes} bytes for the KV pool: {error}")

@@ -1,0 +1,167 @@
+"""Turns logits into tokens. A draw depends on its row, seed and position alone: never on the batch or on past draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.errors import InternalError
+from engine.sampling_params import SamplingParams
+
+_HEAD = 1024
+"""Tokens sorted first when only the most likely are wanted; nearly always enough for top-p."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """How to draw one row's token."""
+
+    params: SamplingParams
+    position: int
+    """Of the token to be drawn, in prompt plus output; the counter of the random stream."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Never drawn, whatever their logits; ids outside the vocabulary are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own distribution: before temperature, truncation and bans."""
+
+    logprob: float
+    """Of the sampled token."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, logprob) of the most likely tokens, best first, the lowest id first among equal logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+def sample(
+    logits: torch.Tensor,  # [n, vocab] float32, left unchanged
+    rows: Sequence[SampleRow],  # n
+) -> list[SampledToken]:
+    """Draw one token for each row.
+
+    Raises `InternalError` naming the row if its logits hold NaN or +inf, if all its tokens are banned, or if it is to
+    be drawn at random without a seed: never a token that the model did not mean.
+    """
+    if logits.shape[0] != len(rows):
+        raise InternalError(f"{logits.shape[0]} rows of logits for {len(rows)} rows to sample")
+    if not rows:
+        return []
+    values = logits.numpy()  # numpy's argmax takes a tenth of torch's time, and promises the first of equals
+    best_ids = values.argmax(axis=-1).tolist()
+    return [_sample_row(values[i], row, i, best_ids[i]) for i, row in enumerate(rows)]
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10 on 32-bit words: 128 random bits for a counter and a key.
+
+    Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC'11.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        product0, product1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (
+            (product1 >> 32) ^ c1 ^ k0,
+            product1 & 0xFFFFFFFF,
+            (product0 >> 32) ^ c3 ^ k1,
+            product0 & 0xFFFFFFFF,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that decides the token at `position`; both arguments are below 2^64."""
+    counter = (position & 0xFFFFFFFF, position >> 32, 0, 0)
+    low, high, _, _ = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))
+    return ((high << 32 | low) >> 11) * 2.0**-53
+
+
+def _sample_row(logits: npt.NDArray[np.float32], row: SampleRow, index: int, best_id: int) -> SampledToken:
+    if not np.isfinite(logits[best_id]):  # a NaN anywhere is the row's argmax
+        raise InternalError(f"row {index} (position {row.position}): the largest logit is {logits[best_id]}")
+    token_id = best_id
+    if not row.params.greedy or best_id in row.banned_token_ids:
+        token_id = _draw(logits, row, index)
+    if row.params.logprobs is None:
+        return SampledToken(token_id)
+    return SampledToken(token_id, _logprobs(logits, token_id, row.params.logprobs))
+
+
+def _draw(logits: npt.NDArray[np.float32], row: SampleRow, index: int) -> int:
+    banned = [token_id for token_id in row.banned_token_ids if 0 <= token_id < len(logits)]
+    if banned:
+        logits = logits.copy()
+        logits[banned] = -np.inf
+    best = int(logits.argmax())
+    if logits[best] == -np.inf:
+        raise InternalError(f"row {index} (position {row.position}): every token is banned or impossible")
+    if row.params.greedy:
+        return best
+    if row.params.seed is None:
+        raise InternalError(f"row {index} (position {row.position}): a random draw without a seed")
+    ids, weights = _candidates(logits, row.params)
+    cumulative = np.cumsum(weights)
+    # uniform() < 1 and float64 rounding keep the product below the total, so there is always a token above it.
+    drawn = int(np.searchsorted(cumulative, uniform(row.params.seed, row.position) * cumulative[-1], side="right"))
+    return drawn if ids is None else int(ids[drawn])
+
+
+def _candidates(
+    logits: npt.NDArray[np.float32], params: SamplingParams
+) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float64]]:
+    """Tokens that may be drawn, with their unnormalised probabilities; None for the ids stands for all, in order."""
+    if 0 < params.top_k < len(logits):
+        ids = _most_likely(logits, params.top_k)[: params.top_k]
+        weights = _weights(logits[ids], logits[ids[0]], params.temperature)
+        return _nucleus(ids, weights, params.top_p * float(weights.sum()))
+    weights = _weights(logits, logits.max(), params.temperature)
+    if params.top_p == 1.0:
+        return None, weights
+    wanted = params.top_p * float(weights.sum())
+    head = min(_HEAD, len(logits))
+    while True:
+        ids = _most_likely(logits, head)
+        if len(ids) == len(logits) or float(np.cumsum(weights[ids])[-1]) >= wanted:
+            return _nucleus(ids, weights[ids], wanted)
+        head = min(8 * head, len(logits))
+
+
+def _weights(logits: npt.NDArray[np.float32], peak: np.float32, temperature: float) -> npt.NDArray[np.float64]:
+    scaled = np.subtract(logits, peak, dtype=np.float64)
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the peak to -inf, which is its meaning
+        scaled /= temperature
+    return np.exp(scaled, out=scaled)
+
+
+def _most_likely(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
+    """At least `count` ids, best first, the lowest id first among equals; all that equal the last one are there."""
+    threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
+    ids = np.flatnonzero(logits >= threshold)
+    return ids[np.argsort(-logits[ids], kind="stable")]
+
+
+def _nucleus(
+    ids: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], wanted: float
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The shortest head of `ids` (best first) whose weights reach `wanted`; all of them if rounding is in the way."""
+    kept = int(np.searchsorted(np.cumsum(weights), wanted, side="left")) + 1
+    return ids[:kept], weights[:kept]
+
+
+def _logprobs(logits: npt.NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
+    # Row by row: a sum over a whole batch could be split differently, and change in its last bits with the batch.
+    top_ids = _most_likely(logits, min(num_top, len(logits)))[:num_top] if num_top else np.empty(0, np.int64)
+    chosen = logits[np.append(top_ids, token_id)]
+    *top, logprob = (chosen - torch.from_numpy(logits).logsumexp(dim=-1).numpy()).tolist()
+    return TokenLogprobs(logprob, tuple(zip(top_ids.tolist(), top, strict=True)))

@@ -1,0 +1,52 @@
+"""Settings of one worker process, of either role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+MAX_LEASE_S = 5.0
+"""A lease that nobody renews blocks memory for this long at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    worker_id: str
+    """Name of this worker in its cluster; it survives a restart, the incarnation does not."""
+    engine: EngineConfig
+    model_name: str
+    """What routers call the model; two workers exchange blocks by fingerprint, never by name."""
+    host: str = "127.0.0.1"
+    """Interface for sessions and links."""
+    port: int = 0
+    """Of the sessions; 0 takes a free one."""
+    heartbeat_s: float = 0.5
+    """A load report goes to every router at least this often."""
+    max_outbox: int = 1024
+    """Messages that may wait for one router. A router that lets more pile up loses its session."""
+    max_sessions: int = 64
+    """Routers at once."""
+    lease_s: float = MAX_LEASE_S
+    """Of tickets. Too short: a busy prefill worker loses it. Too long: a lost one delays the request."""
+    max_timeout_s: float = 3600.0
+    """No request holds blocks for longer, whatever its deadline says."""
+    drain_s: float = 1.0
+    """On a stop, requests that run may finish within this time; the router resumes the others elsewhere."""
+
+    def __post_init__(self) -> None:
+        if not self.worker_id:
+            raise ConfigError("worker_id must not be empty")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        for name in ("heartbeat_s", "max_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.lease_s <= MAX_LEASE_S:
+            raise ConfigError(f"lease_s must be in (0, {MAX_LEASE_S}], got {self.lease_s}")
+        if not self.drain_s >= 0:
+            raise ConfigError(f"drain_s must be at least 0, got {self.drain_s}")
+        for name in ("max_outbox", "max_sessions"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

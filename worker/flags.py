@@ -1,0 +1,91 @@
+"""The command line of a worker process, the same for both roles."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from engine.config import DTYPE_BYTES, EngineConfig, SchedulerConfig
+from engine.errors import ConfigError
+from worker.config import WorkerConfig
+from worker.process import exit_with_parent, run_worker
+from worker.session import Role
+
+_ENGINE = EngineConfig(model_path="")
+_SCHEDULER = SchedulerConfig()
+
+
+def worker_command(role: str, build: Callable[[WorkerConfig], Role]) -> click.Command:
+    """`python -m <role>_worker`: runs one worker that `build` makes."""
+
+    def run(**flags: Any) -> None:
+        try:
+            if flags.pop("exit_with_parent"):
+                exit_with_parent()
+            config = _worker_config(role, **flags)
+        except ConfigError as error:
+            raise click.ClickException(str(error)) from error
+        run_worker(build, config)
+
+    return click.Command(
+        name=f"{role}_worker",
+        callback=run,
+        params=_options(),
+        help=f"Run one {role} worker without Ray. Prints one JSON line when it serves; SIGTERM stops it.",
+    )
+
+
+def _options() -> list[click.Parameter]:
+    def option(name: str, help_text: str, **settings: Any) -> click.Option:
+        return click.Option([name], help=help_text, show_default=True, **settings)
+
+    dtypes = sorted(DTYPE_BYTES)
+    return [
+        option("--model", "Model folder.", type=click.Path(path_type=Path), required=True),
+        option("--model-name", "What routers call it; by default the folder's name.", default=None),
+        option("--worker-id", "Name in the cluster; by default a new one.", default=None),
+        option("--host", "Interface for sessions and links.", default="127.0.0.1"),
+        option("--port", "Of the sessions; 0 takes a free one.", type=int, default=0),
+        option(
+            "--dtype", "Of weights, activations and KV.", type=click.Choice(sorted(DTYPE_BYTES)), default=_ENGINE.dtype
+        ),
+        option("--kv-memory-bytes", "KV pool.", type=int, default=_ENGINE.kv_memory_bytes),
+        option("--num-blocks-override", "Blocks in the pool, whatever --kv-memory-bytes says.", type=int, default=None),
+        option("--block-size", "Tokens a block.", type=int, default=_ENGINE.block_size),
+        option("--max-model-len", "Prompt and output together; by default the model's.", type=int, default=None),
+        option("--max-num-batched-tokens", "Tokens of one step.", type=int, default=_SCHEDULER.max_num_batched_tokens),
+        option("--max-num-seqs", "Requests that run at once.", type=int, default=_SCHEDULER.max_num_seqs),
+        option("--max-waiting", "Requests that may wait.", type=int, default=_SCHEDULER.max_waiting),
+        option("--threads", "Threads of torch.", type=int, default=_ENGINE.num_threads),
+        option("--drain-s", "Seconds that live requests get on a stop.", type=float, default=1.0),
+        click.Option(["--exit-with-parent"], is_flag=True, help="Stop when the parent process dies (Linux)."),
+    ]
+
+
+def _worker_config(role: str, **flags: Any) -> WorkerConfig:
+    model: Path = flags["model"]
+    return WorkerConfig(
+        worker_id=flags["worker_id"] or f"{role}-{secrets.token_hex(3)}",
+        model_name=flags["model_name"] or model.resolve().name,
+        host=flags["host"],
+        port=flags["port"],
+        drain_s=flags["drain_s"],
+        engine=EngineConfig(
+            model_path=str(model),
+            dtype=flags["dtype"],
+            kv_memory_bytes=flags["kv_memory_bytes"],
+            num_blocks_override=flags["num_blocks_override"],
+            block_size=flags["block_size"],
+            max_model_len=flags["max_model_len"],
+            num_threads=flags["threads"],
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=flags["max_num_batched_tokens"],
+                max_num_seqs=flags["max_num_seqs"],
+                max_waiting=flags["max_waiting"],
+            ),
+        ),
+    )

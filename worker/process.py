@@ -1,0 +1,118 @@
+"""The process around one worker: build, serve, say so in one line, stop within a bound. Knows no role."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+from worker.config import WorkerConfig
+from worker.server import WorkerServer
+from worker.session import Role
+
+logger = logging.getLogger(__name__)
+
+STOP_MARGIN_S = 10.0
+"""Of a stop, beyond the drain time: after that the process ends whatever its threads do."""
+_PR_SET_PDEATHSIG = 1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class RunningWorker:
+    """One worker of this process: its role and its server. Used by `run_worker` and by the Ray actors."""
+
+    def __init__(self, config: WorkerConfig, build: Callable[[WorkerConfig], Role]) -> None:
+        self._config = config
+        self._build = build
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> dict[str, Any]:
+        """Build and serve; returns the ready report. If it fails, or is cancelled, nothing is left running."""
+        started = time.monotonic()
+        async with AsyncExitStack() as stack:
+            # On a thread: loading a model takes seconds, and Ray's calls must be answered meanwhile.
+            role = await asyncio.to_thread(self._build, self._config)
+            stack.push_async_callback(role.stop)
+            await role.start()
+            server = WorkerServer(role, self._config)
+            address = await server.start()
+            stack.push_async_callback(server.stop, self._config.drain_s)
+            self._stack = stack.pop_all()
+        welcome = role.welcome()
+        return {
+            "worker_id": welcome.worker_id,
+            "incarnation": welcome.incarnation,
+            "role": welcome.role,
+            "address": address,
+            "pid": welcome.pid,
+            "num_blocks": welcome.num_blocks,
+            "block_size": welcome.block_size,
+            "timings": {**role.timings(), "total_s": round(time.monotonic() - started, 3)},
+        }
+
+    async def stop(self) -> None:
+        """Drain, end the sessions, give everything back. Idempotent."""
+        await self._stack.aclose()
+
+
+def run_worker(build: Callable[[WorkerConfig], Role], config: WorkerConfig) -> None:
+    """Run one worker until SIGTERM or SIGINT. Exits 1 with one line on stderr if it cannot start."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {config.worker_id} %(levelname)s %(message)s"
+    )
+    # Until it serves there is nothing to give back that the kernel does not take, and a build cannot be interrupted.
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        asyncio.run(_serve_until_signal(RunningWorker(config, build), config.drain_s + STOP_MARGIN_S))
+    except EngineError as error:
+        print(f"{config.worker_id}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+async def _serve_until_signal(worker: RunningWorker, stop_limit_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    asked_to_stop = asyncio.Event()
+    print(json.dumps(await worker.start()), flush=True)
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, asked_to_stop.set)
+    await asked_to_stop.wait()
+    for number in _STOP_SIGNALS:
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)  # whoever asks twice does not want to wait
+    _exit_after(stop_limit_s)
+    await worker.stop()
+
+
+def _exit_after(limit_s: float) -> None:
+    # A thread stuck in native code would keep the interpreter, and so the worker's memory and port, for ever.
+    def give_up() -> None:
+        sys.stderr.write(f"not stopped within {limit_s:.0f} s: ending the process\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(limit_s, give_up)
+    timer.daemon = True
+    timer.start()
+
+
+def exit_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent dies. Raises `ConfigError` where it cannot."""
+    if sys.platform != "linux":
+        raise ConfigError("--exit-with-parent needs Linux")
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
+        raise ConfigError(f"--exit-with-parent: prctl failed: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != parent:  # it died before the kernel knew
+        sys.exit(1)

@@ -1,0 +1,184 @@
+"""The gRPC edge of a worker: reads and writes sessions, turns faults into answers, and decides nothing.
+
+Hello ─▶ Welcome ─▶ requests one by one ─▶ role.handle
+                    outbox ─▶ one writer         load reports ─▶ outbox
+the stream ends, whoever ends it ─▶ role.session_ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from engine.errors import ConfigError, EngineError, InternalError
+from kvrelay._wire import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from worker.config import WorkerConfig
+from worker.session import MalformedRequest, Role, Session, SessionOver
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0
+MIN_LOAD_GAP_S = 0.02
+"""Load reports that requests cause are merged over this time: a message costs 60 to 75 us whatever it carries."""
+MAX_REQUEST_ID_CHARS = 256
+
+_Context = grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
+
+_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # or a second worker would share the port instead of being told that it is taken
+    # A router that vanished without closing its connection is noticed within 10 s, and its requests end.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+class WorkerServer:
+    """Serves one role to any number of routers, and the standard health service."""
+
+    def __init__(self, role: Role, config: WorkerConfig) -> None:
+        self._role = role
+        self._config = config
+        self._sessions: set[Session] = set()
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> str:
+        """Serve; returns the address. Raises `ConfigError` naming the port if it is taken; nothing stays open then."""
+        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=2 * self._config.max_sessions)
+        worker_pb2_grpc.add_WorkerServicer_to_server(_Servicer(self), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        wanted = f"{self._config.host}:{self._config.port}"
+        try:
+            port = server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {wanted}: the port is in use, or the address not ours") from error
+        await server.start()
+        await self._health.set("kvrelay.v1.Worker", health_pb2.HealthCheckResponse.SERVING)
+        self._server = server
+        return f"{self._config.host}:{port}"
+
+    async def stop(self, grace_s: float) -> None:
+        """Let live requests finish within `grace_s`, end every session with UNAVAILABLE, close the port. Idempotent."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        await self._health.enter_graceful_shutdown()
+        await self._role.drain(grace_s)
+        for session in self._sessions:
+            session.close(grpc.StatusCode.UNAVAILABLE, f"worker {self._config.worker_id} is stopping")
+        # The sessions' own ends are on their way; the rest (a health watch) has no end of its own.
+        await server.stop(grace=0.5)
+
+    async def run_session(self, requests: AsyncIterator[worker_pb2.SessionRequest], context: _Context) -> None:
+        """One stream, from Hello to its end."""
+        over: SessionOver | None = None
+        try:
+            session = await self._shake_hands(requests, context)
+        except SessionOver as refused:
+            await context.abort(refused.code, refused.reason)
+        self._sessions.add(session)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(session.wait_over())
+                tasks.create_task(self._read(session, requests))
+                tasks.create_task(self._write(session, context))
+                tasks.create_task(self._report_load(session))
+        except* SessionOver as ends:
+            over = cast(SessionOver, ends.exceptions[0])
+        finally:
+            self._sessions.discard(session)
+            session.close(grpc.StatusCode.CANCELLED, "the stream ended")
+            self._role.session_ended(session)
+            logger.info("session with router %s ended: %s", session.router_id, over or "cancelled")
+        if over is not None and over.code is not grpc.StatusCode.OK:
+            await context.abort(over.code, over.reason)
+
+    async def _shake_hands(self, requests: AsyncIterator[worker_pb2.SessionRequest], context: _Context) -> Session:
+        if self._server is None:
+            raise SessionOver(grpc.StatusCode.UNAVAILABLE, f"worker {self._config.worker_id} is stopping")
+        if len(self._sessions) >= self._config.max_sessions:
+            raise SessionOver(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._config.max_sessions} routers are connected already"
+            )
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await _next_request(requests)
+        except TimeoutError:
+            raise SessionOver(grpc.StatusCode.DEADLINE_EXCEEDED, f"no Hello within {HELLO_TIMEOUT_S:.0f} s") from None
+        if first.WhichOneof("message") != "hello":
+            raise SessionOver(grpc.StatusCode.FAILED_PRECONDITION, "the first message must be Hello")
+        hello = first.hello
+        if not MIN_PROTOCOL_VERSION <= hello.protocol <= PROTOCOL_VERSION + 1:
+            raise SessionOver(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"protocol {hello.protocol}: this worker speaks {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}",
+            )
+        session = Session(hello.router_id, self._config.max_outbox)
+        await context.write(worker_pb2.SessionResponse(welcome=self._role.welcome()))
+        logger.info("session with router %s (protocol %d)", hello.router_id, hello.protocol)
+        return session
+
+    async def _read(self, session: Session, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        while True:
+            message = await _next_request(requests)
+            kind = message.WhichOneof("message")
+            if kind is None or kind == "hello":
+                raise SessionOver(grpc.StatusCode.INVALID_ARGUMENT, f"expected a request, got {kind or 'nothing'}")
+            request_id: str = getattr(message, kind).request_id
+            if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
+                raise SessionOver(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    f"{kind}.request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters, got {len(request_id)}",
+                )
+            try:
+                await self._role.handle(session, message)
+            except MalformedRequest as error:
+                raise SessionOver(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+            except EngineError as error:
+                session.send_ended(request_id, error)
+            except Exception as error:  # edge: a fault of ours ends one request, not every request of this router
+                logger.exception("fault while handling %s of request %s", kind, request_id)
+                session.send_ended(request_id, InternalError(f"{type(error).__name__}: {error}"))
+
+    async def _write(self, session: Session, context: _Context) -> None:
+        while True:
+            await context.write(await session.next_message())
+
+    async def _report_load(self, session: Session) -> None:
+        while True:
+            session.load_due.clear()
+            session.send_load(await self._role.load())
+            await asyncio.sleep(MIN_LOAD_GAP_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.heartbeat_s):
+                    await session.load_due.wait()
+
+
+async def _next_request(requests: AsyncIterator[worker_pb2.SessionRequest]) -> worker_pb2.SessionRequest:
+    try:
+        return await anext(requests)
+    except StopAsyncIteration:
+        raise SessionOver(grpc.StatusCode.OK, "the router closed the stream") from None
+    except DecodeError as error:
+        raise SessionOver(grpc.StatusCode.INVALID_ARGUMENT, f"a message that is no SessionRequest: {error}") from error
+
+
+class _Servicer(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, server: WorkerServer) -> None:
+        self._server = server
+
+    async def Session(  # type: ignore[override]  # the generated type knows only generators; grpc.aio also takes `write`
+        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: _Context
+    ) -> None:
+        await self._server.run_session(request_iterator, context)

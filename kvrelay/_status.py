@@ -54,6 +54,13 @@ _CLASSES_OF_FOREIGN: dict[grpc.StatusCode, type[EngineError]] = {
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
 }
 
+# What the one who sees it can do about it.
+_ADVICE: dict[grpc.StatusCode, str] = {
+    grpc.StatusCode.UNAVAILABLE: "is a router running there? `kvrelay up` starts a local cluster",
+    grpc.StatusCode.UNIMPLEMENTED: "a kvrelay router of this version would know the call",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "timeout_s sets how long a call may take",
+}
+
 _CLASSES: dict[str, type[EngineError]] = {
     name: value for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, EngineError)
 }
@@ -159,8 +166,10 @@ def _rich_status_in(call: _Status) -> status_pb2.Status:
 
 
 def _foreign_text(code: grpc.StatusCode, text: str, peer: str) -> str:
-    at = f" from {peer}" if peer else ""
-    return f"gRPC status {code.name}{at}: {text}" if text else f"gRPC status {code.name}{at}"
+    parts = [f"gRPC status {code.name} from {peer}" if peer else f"gRPC status {code.name}", text]
+    if peer:
+        parts.append(_ADVICE.get(code, ""))
+    return ": ".join(part for part in parts if part)
 
 
 def _add_detail(status: status_pb2.Status, detail: Any) -> None:

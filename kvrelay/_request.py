@@ -1,0 +1,224 @@
+"""From the arguments of a call to the wire message: the one place for both clients. Touches no network.
+
+Whatever is wrong with the arguments becomes a `RequestError` that names the argument.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
+from typing import Any, TypedDict
+
+from engine.block_hash import pack_tokens, unpack_tokens
+from engine.errors import ConfigError, RequestError
+from engine.sampling_params import SamplingParams
+from kvrelay import _wire
+from kvrelay.v1 import router_pb2
+
+DEFAULT_TIMEOUT_S = 120.0
+MAX_TIMEOUT_S = 24 * 3600.0
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams` as keyword arguments; a single stop string may stand alone."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_tokens: int
+    max_tokens: int
+    logprobs: int | None
+    ignore_eos: bool
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """Everything that `generate` and `stream` take beside a plain prompt. Exactly one input must be given."""
+
+    messages: Sequence[Mapping[str, str]]
+    """A conversation, each message with `role` and `content`; rendered with the model's chat template."""
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    """The single sampling options, where given too, replace its fields."""
+    timeout_s: float | None
+    """The whole request's deadline, in seconds, instead of the client's."""
+    model: str
+    """Default: the one model that the router serves."""
+    request_id: str
+    """At most 128 printable ASCII characters. Default: made by the router."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """A generate request that is ready to be sent."""
+
+    message: router_pb2.GenerateRequest
+    timeout_s: float
+
+
+_INTEGERS = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs")
+_NUMBERS = ("temperature", "top_p")
+_MAY_BE_NONE = ("seed", "logprobs")
+_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+_OTHER_OPTIONS = frozenset(GenerateOptions.__annotations__) - _SAMPLING_FIELDS
+
+
+def build_generate(prompt: str | None, options: GenerateOptions, default_timeout_s: float) -> GenerateCall:
+    """Raises `RequestError` unless there is exactly one input and every option is known and in range."""
+    given: dict[str, Any] = dict(options)
+    for name in given.keys() - _SAMPLING_FIELDS - _OTHER_OPTIONS:
+        raise RequestError(name, _unknown_option(name))
+    sampling_options = {name: given[name] for name in given.keys() & _SAMPLING_FIELDS}
+    message = router_pb2.GenerateRequest(
+        request_id=_text("request_id", given.get("request_id", "")),
+        model=_text("model", given.get("model", "")),
+        sampling=_wire.sampling_to_proto(build_sampling(given.get("sampling"), sampling_options)),
+    )
+    messages, token_ids = given.get("messages"), given.get("prompt_token_ids")
+    _check_one_input(prompt=prompt, messages=messages, prompt_token_ids=token_ids)
+    if prompt is not None:
+        message.prompt = _text("prompt", prompt).encode("utf-8")
+    elif messages is not None:
+        message.chat.CopyFrom(build_chat(messages))
+    else:
+        message.prompt_token_ids = _packed(token_ids)
+    return GenerateCall(message, check_timeout(given.get("timeout_s"), default_timeout_s))
+
+
+def build_tokenize(
+    prompt: str | None, messages: Sequence[Mapping[str, str]] | None, model: str
+) -> router_pb2.TokenizeRequest:
+    """Raises `RequestError` unless there is exactly one input."""
+    _check_one_input(prompt=prompt, messages=messages)
+    message = router_pb2.TokenizeRequest(model=_text("model", model))
+    if prompt is not None:
+        message.prompt = _text("prompt", prompt).encode("utf-8")
+    elif messages is not None:
+        message.chat.CopyFrom(build_chat(messages))
+    return message
+
+
+def read_tokens(response: router_pb2.TokenizeResponse) -> tuple[int, ...]:
+    return tuple(unpack_tokens(response.token_ids))
+
+
+def build_sampling(base: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    """`base`, or the defaults, with the fields in `options` replaced."""
+    if base is not None and not isinstance(base, SamplingParams):
+        raise RequestError("sampling", f"must be a SamplingParams, got {type(base).__name__}")
+    return replace(base or SamplingParams(), **{name: _sampling_value(name, options[name]) for name in options})
+
+
+def build_chat(messages: Sequence[Mapping[str, str]]) -> router_pb2.ChatMessages:
+    """Checks shape and encoding; which roles a model knows is the router's to say."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError("messages", "must be a list of messages, each with role and content")
+    chat = router_pb2.ChatMessages()
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        if not isinstance(message, Mapping):
+            raise RequestError(where, f"must have role and content, got {type(message).__name__}")
+        for key in ("role", "content"):
+            if key not in message:
+                raise RequestError(f"{where}.{key}", "is missing")
+        chat.messages.add(
+            role=_text(f"{where}.role", message["role"]), content=_text(f"{where}.content", message["content"])
+        )
+    return chat
+
+
+def check_timeout(timeout_s: float | None, default_s: float = DEFAULT_TIMEOUT_S) -> float:
+    """`timeout_s`, or the default if it is None. Must be a positive number of at most `MAX_TIMEOUT_S`."""
+    if timeout_s is None:
+        return default_s
+    if not _is_number(timeout_s) or not math.isfinite(timeout_s) or not 0.0 < timeout_s <= MAX_TIMEOUT_S:
+        raise RequestError("timeout_s", f"must be in (0, {MAX_TIMEOUT_S:.0f}] seconds, got {timeout_s!r}")
+    return float(timeout_s)
+
+
+def check_request_id(request_id: str) -> str:
+    if not _text("request_id", request_id):
+        raise RequestError("request_id", "must not be empty")
+    return request_id
+
+
+def check_address(address: str) -> str:
+    """HOST:PORT, IPv6 hosts in brackets; raises `ConfigError` otherwise."""
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    number = int(port) if port.isascii() and port.isdigit() else 0
+    if not host or not colon or bare_ipv6 or "/" in host or not 0 < number < 2**16:
+        raise ConfigError(f"router address must be HOST:PORT, such as 127.0.0.1:8600 or [::1]:8600, got {address!r}")
+    return address
+
+
+def channel_options(address: str) -> list[tuple[str, int]]:
+    """An HTTP proxy from the environment is no way to one's own machine, but gRPC would take it."""
+    host = address.rpartition(":")[0]
+    loopback = host in ("localhost", "[::1]") or host.startswith("127.")
+    return [("grpc.enable_http_proxy", 0)] if loopback else []
+
+
+def _check_one_input(**inputs: object) -> None:
+    given = [name for name, value in inputs.items() if value is not None]
+    if not given:
+        raise RequestError(next(iter(inputs)), f"nothing to work on: give one of {', '.join(inputs)}")
+    if len(given) > 1:
+        raise RequestError(given[1], f"only one input can be given, got {' and '.join(given)}")
+
+
+def _sampling_value(name: str, value: Any) -> Any:
+    if value is None and name in _MAY_BE_NONE:
+        return None
+    if name in _INTEGERS and (isinstance(value, bool) or not isinstance(value, Integral)):
+        raise RequestError(name, f"must be an integer, got {value!r}")
+    if name in _NUMBERS and not _is_number(value):
+        raise RequestError(name, f"must be a number, got {value!r}")
+    if name == "ignore_eos" and not isinstance(value, bool):
+        raise RequestError(name, f"must be True or False, got {value!r}")
+    if name == "stop":
+        return _stop_strings(value)
+    if name == "stop_token_ids":
+        return _token_ids(name, value)
+    return value
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, str) else value
+    if not isinstance(values, Sequence) or not all(isinstance(text, str) for text in values):
+        raise RequestError("stop", f"must be a string or a list of strings, got {value!r}")
+    return tuple(values)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    whole = isinstance(value, Sequence) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in value)
+    if not whole:
+        raise RequestError(name, f"must be a list of integers, got {value!r}")
+    return tuple(int(i) for i in value)
+
+
+def _packed(token_ids: Any) -> bytes:
+    if isinstance(token_ids, (bytes, bytearray, str)):  # the first two would be read as packed ids
+        raise RequestError("prompt_token_ids", f"must be a list of integers, got {type(token_ids).__name__}")
+    return pack_tokens(token_ids)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _text(field: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise RequestError(field, f"must be text, got {type(value).__name__}")
+    _wire.check_utf8(field, value)
+    return value
+
+
+def _unknown_option(name: str) -> str:
+    near = difflib.get_close_matches(name, _SAMPLING_FIELDS | _OTHER_OPTIONS, n=1)
+    return f"no such option; did you mean {near[0]}?" if near else "no such option"

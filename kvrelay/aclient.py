@@ -1,0 +1,174 @@
+"""The asyncio client: `Client`'s twin over `grpc.aio`. Messages are built in `_request`, read in `_assembly`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self, TypeVar, Unpack, cast
+
+import grpc
+
+from engine.errors import InternalError, RequestCancelled
+from kvrelay import _request, _status
+from kvrelay._assembly import GenerationAssembly
+from kvrelay._request import DEFAULT_TIMEOUT_S, GenerateOptions
+from kvrelay.types import Chunk, ClusterStatus, Explanation, Generation, ModelCard
+from kvrelay.v1 import router_pb2, router_pb2_grpc
+
+RequestT = TypeVar("RequestT", contravariant=True)
+ResponseT = TypeVar("ResponseT", covariant=True)
+
+
+class _Method(Protocol[RequestT, ResponseT]):
+    def __call__(self, request: RequestT, /, *, timeout: float) -> Awaitable[ResponseT]: ...
+
+
+class _Call(Protocol):
+    """A running server stream, as far as it is used here."""
+
+    async def read(self) -> object: ...
+    async def code(self) -> grpc.StatusCode: ...
+    def cancel(self) -> bool: ...
+
+
+class AsyncGenerationStream(AsyncIterator[Chunk]):
+    """One answer as it arrives: iterate over its chunks, then read `result`.
+
+    Leaving the `async with` block, or `aclose()`, before the end cancels the request everywhere; so does the
+    cancellation of the task that iterates.
+    """
+
+    def __init__(self, call: _Call, address: str) -> None:
+        self._call = call
+        self._address = address
+        self._assembly = GenerationAssembly()
+        self._ended = False
+
+    @property
+    def request_id(self) -> str:
+        """The id under which the router knows the request; empty before the first chunk."""
+        return self._assembly.request_id
+
+    @property
+    def result(self) -> Generation:
+        """The whole answer. Raises the error that the stream ended with, or `RequestError` before the end."""
+        return self._assembly.result
+
+    async def __anext__(self) -> Chunk:
+        """Raises the request's error once; afterwards the stream is over and `result` raises it again."""
+        while not self._ended:
+            try:
+                response = await self._call.read()
+                if response is grpc.aio.EOF:
+                    self._ended = True
+                    self._assembly.end()
+                    break
+                chunk = self._assembly.feed(cast(router_pb2.GenerateResponse, response))
+            except InternalError:
+                await self.aclose()
+                raise
+            except grpc.RpcError as error:
+                self._ended = True
+                ours = _status.from_rpc_error(error, self._address)
+                self._assembly.fail(ours)
+                raise ours from error
+            else:
+                if chunk is not None:
+                    return chunk
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Cancel the request if it still runs, and wait until the call is over. Idempotent."""
+        self._ended = True
+        self._assembly.fail(RequestCancelled("the stream was closed before its end"))
+        self._call.cancel()
+        await self._call.code()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class AsyncClient:
+    """Calls one router from one event loop.
+
+    `timeout_s` is the deadline of every call that gives none of its own. Errors are those of `engine.errors`, which
+    `kvrelay` exports; nothing is retried here.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """`address` is HOST:PORT. Connects at the first call. Raises `ConfigError` for an address of another form."""
+        self._address = _request.check_address(address)
+        self._timeout_s = _request.check_timeout(timeout_s)
+        self._channel = grpc.aio.insecure_channel(address, options=_request.channel_options(address))
+        self._router = router_pb2_grpc.RouterStub(self._channel)
+        self._admin = router_pb2_grpc.AdminStub(self._channel)
+
+    async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generation:
+        """Answer a prompt, `messages=[...]` or `prompt_token_ids=[...]`, and wait for the end.
+
+        Sampling is given as keyword arguments (`max_tokens=64`, `temperature=0.0`, ...), as `sampling=`, or both.
+        """
+        async with self.stream(prompt, **options) as stream:
+            async for _ in stream:
+                pass
+            return stream.result
+
+    def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerationStream:
+        """Like `generate`, in chunks as they arrive. Errors of the server are raised while iterating."""
+        ready = _request.build_generate(prompt, options, self._timeout_s)
+        return AsyncGenerationStream(self._router.Generate(ready.message, timeout=ready.timeout_s), self._address)
+
+    async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """Cancel a request by its id, whoever started it. Whether it was live; an unknown id is no error."""
+        message = router_pb2.CancelRequest(request_id=_request.check_request_id(request_id))
+        return (await self._unary(self._router.Cancel, message, timeout_s)).found
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """The token ids that `generate` would start from."""
+        message = _request.build_tokenize(prompt, messages, model)
+        return _request.read_tokens(await self._unary(self._router.Tokenize, message, timeout_s))
+
+    async def models(self, *, timeout_s: float | None = None) -> tuple[ModelCard, ...]:
+        response = await self._unary(self._router.ListModels, router_pb2.ListModelsRequest(), timeout_s)
+        return tuple(ModelCard.from_proto(card) for card in response.models)
+
+    async def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
+        """The router's view of its workers."""
+        return ClusterStatus.from_proto(await self._unary(self._admin.Status, router_pb2.StatusRequest(), timeout_s))
+
+    async def explain(self, request_id: str, *, timeout_s: float | None = None) -> Explanation:
+        """How a recent request was placed, and what happened then. Routers forget old requests."""
+        message = router_pb2.ExplainRequest(request_id=_request.check_request_id(request_id))
+        return Explanation.from_proto(await self._unary(self._router.Explain, message, timeout_s))
+
+    async def aclose(self) -> None:
+        """Give the connection back; calls that still run are cancelled. Idempotent."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _unary(
+        self, method: _Method[RequestT, ResponseT], request: RequestT, timeout_s: float | None
+    ) -> ResponseT:
+        try:
+            return await method(request, timeout=_request.check_timeout(timeout_s, self._timeout_s))
+        except grpc.RpcError as error:
+            raise _status.from_rpc_error(error, self._address) from error

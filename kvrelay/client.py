@@ -1,0 +1,168 @@
+"""The synchronous client: one gRPC channel to one router. Messages are built in `_request`, read in `_assembly`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self, TypeVar, Unpack
+
+import grpc
+
+from engine.errors import InternalError, RequestCancelled
+from kvrelay import _request, _status
+from kvrelay._assembly import GenerationAssembly
+from kvrelay._request import DEFAULT_TIMEOUT_S, GenerateOptions
+from kvrelay.types import Chunk, ClusterStatus, Explanation, Generation, ModelCard
+from kvrelay.v1 import router_pb2, router_pb2_grpc
+
+RequestT = TypeVar("RequestT", contravariant=True)
+ResponseT = TypeVar("ResponseT", covariant=True)
+
+
+class _Method(Protocol[RequestT, ResponseT]):
+    def __call__(self, request: RequestT, /, *, timeout: float) -> ResponseT: ...
+
+
+class _Call(Protocol):
+    """A running server stream; gRPC's own type for it promises less."""
+
+    def __next__(self) -> router_pb2.GenerateResponse: ...
+    def cancel(self) -> object: ...
+
+
+class GenerationStream(Iterator[Chunk]):
+    """One answer as it arrives: iterate over its chunks, then read `result`.
+
+    Leaving the `with` block, or `close()`, before the end cancels the request everywhere. One thread iterates; any
+    thread may close.
+    """
+
+    def __init__(self, call: _Call, address: str) -> None:
+        self._call = call
+        self._address = address
+        self._assembly = GenerationAssembly()
+        self._ended = False
+
+    @property
+    def request_id(self) -> str:
+        """The id under which the router knows the request; empty before the first chunk."""
+        return self._assembly.request_id
+
+    @property
+    def result(self) -> Generation:
+        """The whole answer. Raises the error that the stream ended with, or `RequestError` before the end."""
+        return self._assembly.result
+
+    def __next__(self) -> Chunk:
+        """Raises the request's error once; afterwards the stream is over and `result` raises it again."""
+        while not self._ended:
+            try:
+                chunk = self._assembly.feed(next(self._call))
+            except StopIteration:
+                self._ended = True
+                self._assembly.end()
+            except InternalError:
+                self.close()
+                raise
+            except grpc.RpcError as error:
+                self._ended = True
+                ours = _status.from_rpc_error(error, self._address)
+                self._assembly.fail(ours)
+                raise ours from error
+            else:
+                if chunk is not None:
+                    return chunk
+        raise StopIteration
+
+    def close(self) -> None:
+        """Cancel the request if it still runs. Idempotent."""
+        self._ended = True
+        self._assembly.fail(RequestCancelled("the stream was closed before its end"))
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Client:
+    """Calls one router. Threads may share it.
+
+    `timeout_s` is the deadline of every call that gives none of its own. Errors are those of `engine.errors`, which
+    `kvrelay` exports; nothing is retried here.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """`address` is HOST:PORT. Connects at the first call. Raises `ConfigError` for an address of another form."""
+        self._address = _request.check_address(address)
+        self._timeout_s = _request.check_timeout(timeout_s)
+        self._channel = grpc.insecure_channel(address, options=_request.channel_options(address))
+        self._router = router_pb2_grpc.RouterStub(self._channel)
+        self._admin = router_pb2_grpc.AdminStub(self._channel)
+
+    def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generation:
+        """Answer a prompt, `messages=[...]` or `prompt_token_ids=[...]`, and wait for the end.
+
+        Sampling is given as keyword arguments (`max_tokens=64`, `temperature=0.0`, ...), as `sampling=`, or both.
+        """
+        with self.stream(prompt, **options) as stream:
+            for _ in stream:
+                pass
+            return stream.result
+
+    def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> GenerationStream:
+        """Like `generate`, in chunks as they arrive. Errors of the server are raised while iterating."""
+        ready = _request.build_generate(prompt, options, self._timeout_s)
+        return GenerationStream(self._router.Generate(ready.message, timeout=ready.timeout_s), self._address)
+
+    def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """Cancel a request by its id, whoever started it. Whether it was live; an unknown id is no error."""
+        message = router_pb2.CancelRequest(request_id=_request.check_request_id(request_id))
+        return self._unary(self._router.Cancel, message, timeout_s).found
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """The token ids that `generate` would start from."""
+        message = _request.build_tokenize(prompt, messages, model)
+        return _request.read_tokens(self._unary(self._router.Tokenize, message, timeout_s))
+
+    def models(self, *, timeout_s: float | None = None) -> tuple[ModelCard, ...]:
+        response = self._unary(self._router.ListModels, router_pb2.ListModelsRequest(), timeout_s)
+        return tuple(ModelCard.from_proto(card) for card in response.models)
+
+    def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
+        """The router's view of its workers."""
+        return ClusterStatus.from_proto(self._unary(self._admin.Status, router_pb2.StatusRequest(), timeout_s))
+
+    def explain(self, request_id: str, *, timeout_s: float | None = None) -> Explanation:
+        """How a recent request was placed, and what happened then. Routers forget old requests."""
+        message = router_pb2.ExplainRequest(request_id=_request.check_request_id(request_id))
+        return Explanation.from_proto(self._unary(self._router.Explain, message, timeout_s))
+
+    def close(self) -> None:
+        """Give the connection back; calls that still run are cancelled. Idempotent."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _unary(self, method: _Method[RequestT, ResponseT], request: RequestT, timeout_s: float | None) -> ResponseT:
+        try:
+            return method(request, timeout=_request.check_timeout(timeout_s, self._timeout_s))
+        except grpc.RpcError as error:
+            raise _status.from_rpc_error(error, self._address) from error

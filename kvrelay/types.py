@@ -1,0 +1,298 @@
+"""What the clients return: frozen values, each made from one wire message. Knows no channel.
+
+Names and units are those of `proto/kvrelay/v1/router.proto`, where every field is described.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Self, TypedDict, cast
+
+from engine.block_hash import unpack_tokens
+from engine.errors import InternalError
+from kvrelay import _wire
+from kvrelay.v1 import common_pb2, router_pb2
+
+FinishReason = Literal["stop", "length"]
+"""A stop string, stop token or end-of-sequence token; or `max_tokens` reached."""
+
+
+class ChatMessage(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    """ "system", "user" or "assistant"."""
+    content: str
+
+
+class TopLogprob(NamedTuple):
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities, before temperature, top-k and top-p."""
+
+    logprob: float
+    """Of the token that was sampled."""
+    top: tuple[TopLogprob, ...]
+    """The most likely tokens, best first; as many as were asked for."""
+
+    @classmethod
+    def from_proto(cls, message: common_pb2.TokenLogprobs) -> Self:
+        logprob, top = _wire.logprobs_from_proto(message)
+        return cls(logprob, tuple(TopLogprob(*entry) for entry in top))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What arrived at once. The texts of all chunks, in order, are the text of the generation."""
+
+    index: int
+    """Output index of the first token here, from 0."""
+    token_ids: tuple[int, ...]
+    """Empty only in a last chunk that brings text which was held back."""
+    text: str
+    """Text that became final; empty while it may still be part of a character or of a stop string."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """One a token where asked for, else empty."""
+
+    @classmethod
+    def from_proto(cls, message: router_pb2.Tokens) -> Self:
+        logprobs = tuple(TokenLogprobs.from_proto(entry) for entry in message.logprobs)
+        return cls(message.index, tuple(unpack_tokens(message.token_ids)), message.text, logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV was found in a prefix cache, wherever."""
+
+    @classmethod
+    def from_proto(cls, message: router_pb2.Usage) -> Self:
+        return cls(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where a request ran, and what moved. Of the last attempt, where there were several."""
+
+    prefill_worker: str
+    """Empty: the decode worker computed the prompt itself."""
+    decode_worker: str
+    attempts: int
+    blocks_computed: int
+    blocks_sent: int
+    blocks_adopted: int
+    """Verified and registered by the decode worker."""
+    blocks_cached: int
+    """Already resident at the decode worker: not sent."""
+    bytes_sent: int
+    recomputed_tokens: int
+    """Prompt tokens that the decode worker computed although a prefill worker was asked."""
+    transport: str
+
+    @classmethod
+    def from_proto(cls, message: router_pb2.Route) -> Self:
+        return cls(
+            prefill_worker=message.prefill_worker,
+            decode_worker=message.decode_worker,
+            attempts=message.attempts,
+            blocks_computed=message.blocks_computed,
+            blocks_sent=message.blocks_sent,
+            blocks_adopted=message.blocks_adopted,
+            blocks_cached=message.blocks_cached,
+            bytes_sent=message.bytes_sent,
+            recomputed_tokens=message.recomputed_tokens,
+            transport=message.transport,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    name: str
+    duration_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waterfall:
+    """Where the time went. `parts` add up to `ttft_us`."""
+
+    parts: tuple[Span, ...]
+    ttft_us: int
+    """From the router's receipt of the request to the first token's way out."""
+    after_first: tuple[Span, ...]
+    second_token_us: int
+    """From the first token to the second; 0 if there was only one."""
+    decode_tokens_per_s: float
+    """Tokens after the first, over the time since the first; 0 if there was only one."""
+
+    @classmethod
+    def from_proto(cls, message: router_pb2.Waterfall) -> Self:
+        return cls(
+            parts=tuple(Span(part.name, part.duration_us) for part in message.parts),
+            ttft_us=message.ttft_us,
+            after_first=tuple(Span(part.name, part.duration_us) for part in message.after_first),
+            second_token_us=message.second_token_us,
+            decode_tokens_per_s=message.decode_tokens_per_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A finished answer."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    logprobs: tuple[TokenLogprobs, ...]
+    """One a token where asked for, else empty."""
+    route: Route
+    waterfall: Waterfall
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    name: str
+    max_model_len: int
+    """Prompt and output together, in tokens."""
+    fingerprint: bytes
+    """Of configuration, tokenizer and weights."""
+
+    @classmethod
+    def from_proto(cls, message: router_pb2.ModelCard) -> Self:
+        return cls(message.name, message.max_model_len, message.fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class PriceTerm:
+    name: str
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PricedPair:
+    """One candidate of a placement. `terms` add up to `total_ms`."""
+
+    prefill_worker: str
+    """Empty: the decode worker computes the prompt itself."""
+    decode_worker: str
+    total_ms: float
+    terms: tuple[PriceTerm, ...]
+
+    @classmethod
+    def from_proto(cls, message: router_pb2.PricedPair) -> Self:
+        terms = tuple(PriceTerm(term.name, term.ms) for term in message.terms)
+        return cls(message.prefill_worker, message.decode_worker, message.total_ms, terms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """How a recent request was placed, and what happened then."""
+
+    request_id: str
+    considered: tuple[PricedPair, ...]
+    """Cheapest first; the first one was chosen."""
+    route: Route
+    waterfall: Waterfall
+    outcome: str
+    """ "running", a finish reason, or a gRPC status name with its message."""
+
+    @classmethod
+    def from_proto(cls, message: router_pb2.ExplainResponse) -> Self:
+        return cls(
+            request_id=message.request_id,
+            considered=tuple(PricedPair.from_proto(pair) for pair in message.considered),
+            route=Route.from_proto(message.route),
+            waterfall=Waterfall.from_proto(message.waterfall),
+            outcome=message.outcome,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    worker_id: str
+    incarnation: str
+    role: str
+    """ "prefill" or "decode"."""
+    address: str
+    state: str
+    """ "connecting", "ready" or "lost"."""
+    detail: str
+    """Why it is not ready."""
+    pid: int
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_owned: int
+    blocks_leased: int
+    blocks_quarantined: int
+    prefill_tokens_per_s: float
+    decode_step_ms: float
+    resident_bytes: int
+    errors: dict[str, int]
+    """Counted typed errors, by class name."""
+
+    @classmethod
+    def from_proto(cls, message: router_pb2.WorkerStatus) -> Self:
+        return cls(
+            worker_id=message.worker_id,
+            incarnation=message.incarnation,
+            role=message.role,
+            address=message.address,
+            state=message.state,
+            detail=message.detail,
+            pid=message.pid,
+            running=message.running,
+            waiting=message.waiting,
+            blocks_total=message.blocks_total,
+            blocks_free=message.blocks_free,
+            blocks_cached=message.blocks_cached,
+            blocks_owned=message.blocks_owned,
+            blocks_leased=message.blocks_leased,
+            blocks_quarantined=message.blocks_quarantined,
+            prefill_tokens_per_s=message.prefill_tokens_per_s,
+            decode_step_ms=message.decode_step_ms,
+            resident_bytes=message.resident_bytes,
+            errors=dict(message.errors),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    """One router's view of the workers."""
+
+    router_id: str
+    version: str
+    uptime_ms: int
+    workers: tuple[WorkerStatus, ...]
+    live_requests: int
+    requests_total: int
+    requests_failed: int
+
+    @classmethod
+    def from_proto(cls, message: router_pb2.StatusResponse) -> Self:
+        return cls(
+            router_id=message.router_id,
+            version=message.version,
+            uptime_ms=message.uptime_ms,
+            workers=tuple(WorkerStatus.from_proto(worker) for worker in message.workers),
+            live_requests=message.live_requests,
+            requests_total=message.requests_total,
+            requests_failed=message.requests_failed,
+        )
+
+
+def finish_reason_of(message: router_pb2.Finished) -> FinishReason:
+    """Raises `InternalError` if the message gives none: a request that finished has a reason."""
+    name = _wire.finish_reason_from_proto(message.reason)
+    if name is None:
+        raise InternalError("the router ended a stream without a finish reason")
+    return cast(FinishReason, name)

@@ -1,0 +1,211 @@
+"""Text to token ids and back, for one model folder. Knows no tensors; the router runs it without torch."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from engine.chat_template import ChatMessage, ChatTemplate
+from engine.errors import ModelError, RequestError
+from engine.model_config import read_eos_token_ids, read_json_object
+
+__all__ = ["ChatMessage", "IncrementalDetokenizer", "Tokenizer"]
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A model's vocabulary and chat template. Immutable after `load`; safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: HuggingFaceTokenizer,
+        template: ChatTemplate | None,
+        eos_token_ids: tuple[int, ...],
+        byte_level: bool,
+        origin: Path,
+    ) -> None:
+        self._backend = backend
+        self._template = template
+        self._origin = origin
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes_of_char = _byte_level_alphabet() if byte_level else None
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Tokenizer:
+        """Read `tokenizer.json`, and the template and special tokens beside it, where there are any.
+
+        Raises `ModelError` that names the file.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        fields = read_json_object(path)  # also names a missing or torn file better than the library does
+        try:
+            backend = HuggingFaceTokenizer.from_file(str(path))
+        except Exception as error:  # edge: the library raises nothing narrower
+            raise ModelError(f"{path} is no tokenizer that this version of `tokenizers` reads: {error}") from error
+        backend.no_padding()
+        backend.no_truncation()
+        return cls(backend, _load_template(folder), read_eos_token_ids(folder), _is_byte_level(fields), folder)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain prompt.
+
+        Special tokens are added only where `tokenizer.json` says so (Llama's beginning-of-sequence token). Special
+        tokens written out in `text` become their ids, as peers do. Raises `RequestError` (field `prompt`) on lone
+        surrogates.
+        """
+        return self._encode(text, field="prompt", add_special_tokens=True)
+
+    def render_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> str:
+        """The conversation as one text. Raises `RequestError` (field `messages`)."""
+        if self._template is None:
+            raise RequestError("messages", f"the model in {self._origin} has no chat template; send a plain prompt")
+        return self._template.render(messages, add_generation_prompt)
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Ids of a conversation, ready for the model's answer. The template writes every special token itself."""
+        return self._encode(self.render_chat(messages), field="messages", add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids` without special tokens. Ids outside the vocabulary give no text.
+
+        Bytes that are no UTF-8 become U+FFFD.
+        """
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(field, f"is not valid Unicode: {error}") from error
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def visible(self, token_ids: Iterable[int]) -> list[tuple[int, str]]:
+        """(id, vocabulary entry) of those that give text: neither special nor outside the vocabulary."""
+        entries = ((token_id, self._backend.id_to_token(token_id)) for token_id in token_ids)
+        return [
+            (token_id, entry) for token_id, entry in entries if entry is not None and token_id not in self._special_ids
+        ]
+
+    def incremental_decoder(self) -> _ByteLevelDecoder | _WindowDecoder:
+        if self._bytes_of_char is not None:
+            return _ByteLevelDecoder(self._bytes_of_char)
+        return _WindowDecoder(self)
+
+
+class IncrementalDetokenizer:
+    """Text of one output while its tokens arrive.
+
+    What `push` returned is final: never half a character, never changed by later tokens. All pieces with the last
+    one from `flush` equal `Tokenizer.decode` of all tokens. Constant work a token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.incremental_decoder()
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Text that became final with `token_ids`; empty while a character is incomplete."""
+        return "".join(self._decoder.push(*token) for token in self._tokenizer.visible(token_ids))
+
+    def flush(self) -> str:
+        """The rest, once no token will follow."""
+        return self._decoder.flush()
+
+
+class _ByteLevelDecoder:
+    """For vocabularies whose entries stand for bytes (GPT-2, Llama 3, SmolLM2): exact, whatever the bytes are."""
+
+    def __init__(self, bytes_of_char: dict[str, int]) -> None:
+        self._bytes_of_char = bytes_of_char
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int, entry: str) -> str:
+        try:
+            data = bytes([self._bytes_of_char[char] for char in entry])
+        except KeyError:  # an added token: its entry is its text
+            data = entry.encode()
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """For any other vocabulary: decodes a sliding window of tokens and returns what is new at its end.
+
+    The window begins with the tokens returned last, because the text of a token can depend on whether one comes
+    before it (a leading space). Tokens that stand for single bytes (`<0x0A>`) wait for the end of their run: one
+    invalid byte changes the text of the whole run.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before: list[int] = []
+        self._new: list[int] = []
+
+    def push(self, token_id: int, entry: str) -> str:
+        self._new.append(token_id)
+        return "" if _is_byte(entry) else self.flush()
+
+    def flush(self) -> str:
+        known = len(self._tokenizer.decode(self._before))
+        text = self._tokenizer.decode(self._before + self._new)[known:]
+        if self._new:
+            self._before, self._new = self._new, []
+        return text
+
+
+def _is_byte(entry: str) -> bool:
+    return len(entry) == 6 and entry.startswith("<0x") and entry.endswith(">")
+
+
+def _is_byte_level(tokenizer_fields: dict[str, Any]) -> bool:
+    decoder = tokenizer_fields.get("decoder") or {}
+    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    return [step.get("type") for step in steps] == ["ByteLevel"]
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's stand-ins: printable Latin-1 characters are their own bytes, the rest count on from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _load_template(folder: Path) -> ChatTemplate | None:
+    config_path, template_path = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    config = read_json_object(config_path) if config_path.exists() else {}
+    source: Any = config.get("chat_template")
+    origin = config_path
+    if template_path.exists():
+        origin = template_path
+        try:
+            source = template_path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{template_path} cannot be read: {error}") from error
+    if isinstance(source, list):  # several, by name
+        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+        source = named.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise ModelError(f"{origin}: chat_template must be a string, got {type(source).__name__}")
+    texts = {name: _token_text(config.get(name)) for name in _SPECIAL_NAMES}
+    return ChatTemplate(source, {name: text for name, text in texts.items() if text is not None}, str(origin))
+
+
+def _token_text(value: Any) -> str | None:
+    """Hugging Face writes a special token as its text, or as an object with its text under `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None

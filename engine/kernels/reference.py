@@ -1,0 +1,117 @@
+"""The kernels in plain PyTorch: the oracle that every other implementation is tested against, and the CPU's fallback.
+
+Arithmetic is float32 whatever the pool holds. A query's result does not depend on which other queries come with it,
+to the last bit: matrix products take another path below a few rows and sum in another order above a few hundred
+terms, so rows are padded to `_MIN_ROWS`, contexts to `_KEY_ALIGN`, and sums over a context go by `_KEY_TILE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+_MIN_ROWS = 8
+_KEY_ALIGN = 16
+_KEY_TILE = 256
+_QUERY_TILE = 64
+"""Queries that share one score matrix, so that it stays in cache."""
+
+
+def store_kv(
+    k: torch.Tensor,  # [T, kv_heads, head_dim]
+    v: torch.Tensor,  # [T, kv_heads, head_dim]
+    pool: torch.Tensor,  # [blocks, layers, 2, kv_heads, block_size, head_dim], contiguous
+    layer: int,
+    slot_blocks: torch.Tensor,  # [T] int64: block of each token
+    slot_offsets: torch.Tensor,  # [T] int64: its place in the block
+) -> None:
+    """Write each token's key and value into its slot, in the type of the pool."""
+    kv = pool[:, layer]
+    kv[slot_blocks, 0, :, slot_offsets] = k.to(pool.dtype)
+    kv[slot_blocks, 1, :, slot_offsets] = v.to(pool.dtype)
+
+
+def paged_attention(
+    q: torch.Tensor,  # [T, heads, head_dim]
+    pool: torch.Tensor,  # [blocks, layers, 2, kv_heads, block_size, head_dim], contiguous
+    layer: int,
+    block_tables: Sequence[torch.Tensor],  # S of [ceil(context_len / block_size)] int64
+    query_starts: Sequence[int],  # S + 1: sequence s has the queries query_starts[s]:query_starts[s + 1]
+    context_lens: Sequence[int],  # S: tokens with KV; the queries are the last of them
+    scale: float,
+) -> torch.Tensor:  # [T, heads, head_dim], as q
+    """Causal attention of each sequence's queries over its context. Reads no slot beyond a context's end."""
+    out = torch.empty_like(q)
+    for s, table in enumerate(block_tables):
+        queries = slice(query_starts[s], query_starts[s + 1])
+        keys, values = _gather(pool[:, layer], table, context_lens[s])
+        _attend(q[queries], keys, values, context_lens[s], scale, out[queries])
+    return out
+
+
+def _gather(
+    kv: torch.Tensor,  # [blocks, 2, kv_heads, block_size, head_dim]
+    table: torch.Tensor,  # [n] int64
+    context_len: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # each [kv_heads, padded, head_dim] float32
+    _, _, kv_heads, block_size, head_dim = kv.shape
+    slots = len(table) * block_size
+    padded = _round_up(slots, _KEY_ALIGN)
+    gathered = torch.empty(2, kv_heads, padded, head_dim)
+    in_blocks = gathered[:, :, :slots].view(2, kv_heads, len(table), block_size, head_dim)
+    in_blocks.copy_(kv.index_select(0, table).permute(1, 2, 0, 3, 4))
+    if context_len < padded:
+        # What an earlier owner of the last block left may be NaN, which a weight of zero would not remove.
+        gathered[:, :, context_len:] = 0.0
+    return gathered[0], gathered[1]
+
+
+def _attend(
+    q: torch.Tensor,  # [n, heads, head_dim]
+    keys: torch.Tensor,  # [kv_heads, padded, head_dim] float32
+    values: torch.Tensor,  # the same
+    context_len: int,
+    scale: float,
+    out: torch.Tensor,  # [n, heads, head_dim], written
+) -> None:
+    kv_heads, _, head_dim = keys.shape
+    group = q.shape[1] // kv_heads
+    for start in range(0, q.shape[0], _QUERY_TILE):
+        tile = q[start : start + _QUERY_TILE]
+        num_queries = tile.shape[0]
+        # The query heads that share a kv head become rows of one matrix: [kv_heads, n * group, head_dim].
+        num_rows = num_queries * group
+        rows = torch.zeros(kv_heads, max(num_rows, _MIN_ROWS), head_dim)
+        by_query = rows[:, :num_rows].view(kv_heads, num_queries, group, head_dim)
+        torch.mul(tile.view(num_queries, kv_heads, group, head_dim).transpose(0, 1), scale, out=by_query)
+        first = context_len - q.shape[0] + start  # position of the tile's first query, which sees keys up to itself
+        stop = _round_up(first + num_queries, _KEY_ALIGN)
+        scores = torch.bmm(rows, keys[:, :stop].transpose(1, 2))  # [kv_heads, rows, stop]
+        hidden = _after_query(num_queries, stop - first)
+        scores[:, :num_rows, first:].view(kv_heads, num_queries, group, -1).masked_fill_(hidden, -torch.inf)
+        mixed = _weighted_sum(scores.softmax(dim=-1), values[:, :stop])[:, :num_rows]
+        by_head = out[start : start + num_queries].view(num_queries, kv_heads, group, head_dim)
+        by_head.copy_(mixed.view(kv_heads, num_queries, group, head_dim).transpose(0, 1))
+
+
+@lru_cache(maxsize=1024)  # few shapes, asked for again in every layer
+def _after_query(num_queries: int, num_keys: int) -> torch.Tensor:  # [n, 1, keys] bool
+    """Which keys lie after each query, where key 0 is at the position of query 0."""
+    return (torch.arange(num_keys) > torch.arange(num_queries)[:, None]).unsqueeze(1)
+
+
+def _weighted_sum(
+    weights: torch.Tensor,  # [kv_heads, rows, keys] float32
+    values: torch.Tensor,  # [kv_heads, keys, head_dim] float32
+) -> torch.Tensor:  # [kv_heads, rows, head_dim]
+    total = torch.bmm(weights[:, :, :_KEY_TILE], values[:, :_KEY_TILE])
+    for start in range(_KEY_TILE, weights.shape[2], _KEY_TILE):
+        end = start + _KEY_TILE
+        total.baddbmm_(weights[:, :, start:end], values[:, start:end])
+    return total
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

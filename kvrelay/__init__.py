@@ -18,6 +18,7 @@ from engine.errors import (
     WorkerLost,
 )
 from engine.sampling_params import SamplingParams
+from kvrelay._request import DEFAULT_TIMEOUT_S
 from kvrelay.aclient import AsyncClient, AsyncGenerationStream
 from kvrelay.client import Client, GenerationStream
 from kvrelay.types import (
@@ -27,6 +28,7 @@ from kvrelay.types import (
     Explanation,
     FinishReason,
     Generation,
+    Messages,
     ModelCard,
     PricedPair,
     PriceTerm,
@@ -40,6 +42,7 @@ from kvrelay.types import (
 )
 
 __all__ = [
+    "DEFAULT_TIMEOUT_S",
     "AsyncClient",
     "AsyncGenerationStream",
     "CapacityError",
@@ -56,6 +59,7 @@ __all__ = [
     "Generation",
     "GenerationStream",
     "InternalError",
+    "Messages",
     "ModelCard",
     "ModelError",
     "NoFreeBlocks",

@@ -16,6 +16,7 @@ from engine.block_hash import pack_tokens, unpack_tokens
 from engine.errors import ConfigError, RequestError
 from engine.sampling_params import SamplingParams
 from kvrelay import _wire
+from kvrelay.types import Messages
 from kvrelay.v1 import router_pb2
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -40,10 +41,10 @@ class SamplingOptions(TypedDict, total=False):
 class GenerateOptions(SamplingOptions, total=False):
     """Everything that `generate` and `stream` take beside a plain prompt. Exactly one input must be given."""
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Messages | None
     """A conversation, each message with `role` and `content`; rendered with the model's chat template."""
-    prompt_token_ids: Sequence[int]
-    sampling: SamplingParams
+    prompt_token_ids: Sequence[int] | None
+    sampling: SamplingParams | None
     """The single sampling options, where given too, replace its fields."""
     timeout_s: float | None
     """The whole request's deadline, in seconds, instead of the client's."""
@@ -90,9 +91,7 @@ def build_generate(prompt: str | None, options: GenerateOptions, default_timeout
     return GenerateCall(message, check_timeout(given.get("timeout_s"), default_timeout_s))
 
 
-def build_tokenize(
-    prompt: str | None, messages: Sequence[Mapping[str, str]] | None, model: str
-) -> router_pb2.TokenizeRequest:
+def build_tokenize(prompt: str | None, messages: Messages | None, model: str) -> router_pb2.TokenizeRequest:
     """Raises `RequestError` unless there is exactly one input."""
     _check_one_input(prompt=prompt, messages=messages)
     message = router_pb2.TokenizeRequest(model=_text("model", model))
@@ -114,7 +113,7 @@ def build_sampling(base: SamplingParams | None, options: Mapping[str, Any]) -> S
     return replace(base or SamplingParams(), **{name: _sampling_value(name, options[name]) for name in options})
 
 
-def build_chat(messages: Sequence[Mapping[str, str]]) -> router_pb2.ChatMessages:
+def build_chat(messages: Messages) -> router_pb2.ChatMessages:
     """Checks shape and encoding; which roles a model knows is the router's to say."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError("messages", "must be a list of messages, each with role and content")

@@ -166,10 +166,9 @@ def _rich_status_in(call: _Status) -> status_pb2.Status:
 
 
 def _foreign_text(code: grpc.StatusCode, text: str, peer: str) -> str:
-    parts = [f"gRPC status {code.name} from {peer}" if peer else f"gRPC status {code.name}", text]
-    if peer:
-        parts.append(_ADVICE.get(code, ""))
-    return ": ".join(part for part in parts if part)
+    said = f"gRPC status {code.name} from {peer}" if peer else f"gRPC status {code.name}"
+    said += f": {text}" if text else ""
+    return f"{said} ({_ADVICE[code]})" if peer and code in _ADVICE else said
 
 
 def _add_detail(status: status_pb2.Status, detail: Any) -> None:

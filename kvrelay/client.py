@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Protocol, Self, TypeVar, Unpack
 
@@ -12,7 +12,7 @@ from engine.errors import InternalError, RequestCancelled
 from kvrelay import _request, _status
 from kvrelay._assembly import GenerationAssembly
 from kvrelay._request import DEFAULT_TIMEOUT_S, GenerateOptions
-from kvrelay.types import Chunk, ClusterStatus, Explanation, Generation, ModelCard
+from kvrelay.types import Chunk, ClusterStatus, Explanation, Generation, Messages, ModelCard
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 RequestT = TypeVar("RequestT", contravariant=True)
@@ -128,7 +128,7 @@ class Client:
         self,
         prompt: str | None = None,
         *,
-        messages: Sequence[Mapping[str, str]] | None = None,
+        messages: Messages | None = None,
         model: str = "",
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Names and units are those of `proto/kvrelay/v1/router.proto`, where every field 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, TypedDict, cast
 
@@ -23,6 +24,10 @@ class ChatMessage(TypedDict):
     role: str
     """ "system", "user" or "assistant"."""
     content: str
+
+
+Messages = Sequence[ChatMessage] | Sequence[Mapping[str, str]]
+"""A conversation, oldest message first."""
 
 
 class TopLogprob(NamedTuple):

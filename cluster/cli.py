@@ -1,0 +1,78 @@
+"""The `kvrelay` command: names its subcommands, loads the one that is asked for, turns typed errors into one line.
+
+Knows nothing else, so that `kvrelay --help` loads neither gRPC nor Ray nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import click
+
+from engine.errors import EngineError
+
+EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130
+
+
+class Target(NamedTuple):
+    path: str
+    """`module:attribute` of a `click.Command`, imported when it runs."""
+    help: str
+    """One line; kept here because asking the command for it would import it."""
+
+
+COMMANDS = {
+    "up": Target("cluster.cli_cluster:up", "Start a local cluster, or one from a spec file."),
+    "down": Target("cluster.cli_cluster:down", "Stop the local cluster."),
+    "status": Target("cluster.cli_status:status", "Show the router's view of its workers."),
+    "generate": Target("cluster.cli_generate:generate", "Answer one prompt."),
+    "chat": Target("cluster.cli_chat:chat", "Talk to the model."),
+    "explain": Target("cluster.cli_status:explain", "Show how a recent request was placed, and what happened."),
+    "pull": Target("cluster.cli_pull:pull", "Get a model and make it ready to load."),
+    "demo": Target("cluster.cli_cluster:demo", "Start a cluster, answer one prompt, show what moved, stop."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are needed.
+
+    Every command fails in one way: a typed error becomes one line on stderr and exit code 1. Anything else is a fault
+    of ours and keeps its traceback.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].path.partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, target.help) for name, target in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EngineError as error:
+            click.echo(f"kvrelay: {one_line(error)}", err=True)
+            ctx.exit(EXIT_ERROR)
+        except KeyboardInterrupt:
+            click.echo(err=True)  # the shell's prompt begins on a line of its own
+            ctx.exit(EXIT_INTERRUPTED)
+
+
+def one_line(error: EngineError) -> str:
+    """The error's text on one line; its class if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kvrelay", prog_name="kvrelay")
+def main() -> None:
+    """Serve a large language model with prefill and decode on separate workers."""

@@ -1,0 +1,145 @@
+"""`kvrelay status` and `kvrelay explain`: what a router knows, as a table or as JSON."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cluster.cli import one_line
+from cluster.cli_common import echo_json, json_option, router_address, router_option
+from engine.errors import UnavailableError
+from kvrelay import Client, ClusterStatus, Explanation, WorkerStatus
+from kvrelay.summary import format_bytes, summarize_route, summarize_waterfall
+
+TIMEOUT_S = 10.0
+REFRESH_S = 1.0
+NO_TERMINAL_WIDTH = 160
+_STATE_STYLES = {"ready": "green", "connecting": "yellow", "lost": "red"}
+
+
+@click.command()
+@router_option
+@json_option
+@click.option("--watch", is_flag=True, help=f"Refresh every {REFRESH_S:.0f} s until Ctrl-C.")
+def status(router: str | None, as_json: bool, watch: bool) -> None:
+    """Show the router's view of its workers."""
+    if as_json and watch:
+        raise click.UsageError("--json and --watch exclude each other")
+    address = router_address(router)
+    with Client(address, timeout_s=TIMEOUT_S) as client:
+        if watch:
+            _watch(client)
+        elif as_json:
+            echo_json(client.status())
+        else:
+            _console().print(status_view(client.status()))
+
+
+@click.command()
+@click.argument("request_id")
+@router_option
+@json_option
+def explain(request_id: str, router: str | None, as_json: bool) -> None:
+    """Show how the request REQUEST_ID was placed, and what happened. Routers remember recent requests only."""
+    with Client(router_address(router), timeout_s=TIMEOUT_S) as client:
+        explanation = client.explain(request_id)
+    if as_json:
+        echo_json(explanation)
+    else:
+        _console().print(explanation_view(explanation))
+
+
+def status_view(status: ClusterStatus) -> RenderableType:
+    headline = (
+        f"router {status.router_id}, version {status.version}, up {format_duration(status.uptime_ms // 1000)}: "
+        f"{status.live_requests} live requests, {status.requests_total} in all, {status.requests_failed} failed"
+    )
+    if not status.workers:
+        return Group(Text(headline), Text("no workers"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("worker", "role", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("running", "waiting", "blocks", "free", "cached", "owned", "speed", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker in status.workers:
+        table.add_row(*_cells(worker))
+    return Group(Text(headline), table, *_remarks(status.workers))
+
+
+def explanation_view(explanation: Explanation) -> RenderableType:
+    title = Text(f"request {explanation.request_id}: {explanation.outcome}")
+    told = [*summarize_route(explanation.route), *summarize_waterfall(explanation.waterfall)]
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for name in ("prefill", "decode"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("estimate, ms", justify="right")
+    table.add_column("made of")
+    for pair in explanation.considered:
+        terms = " + ".join(f"{term.name} {term.ms:.1f}" for term in pair.terms)
+        table.add_row(pair.prefill_worker or pair.decode_worker, pair.decode_worker, f"{pair.total_ms:.1f}", terms)
+    return Group(title, *map(Text, told), Text("considered, cheapest first; the first was chosen:"), table)
+
+
+def format_duration(seconds: int) -> str:
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60} min"
+
+
+def _console() -> Console:
+    """As wide as the terminal; wide enough for every column where there is none."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=NO_TERMINAL_WIDTH)
+
+
+def _watch(client: Client) -> None:
+    """Until Ctrl-C. A router that is away for a while is shown as such, and asked again."""
+    tick = threading.Event()  # never set: its timed wait is the refresh interval, and Ctrl-C ends it at once
+    try:
+        with Live(_view_or_error(client), console=_console(), auto_refresh=False) as live:
+            while not tick.wait(REFRESH_S):
+                live.update(_view_or_error(client), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _view_or_error(client: Client) -> RenderableType:
+    try:
+        return status_view(client.status())
+    except UnavailableError as error:
+        return Text(one_line(error), style="red")
+
+
+def _cells(worker: WorkerStatus) -> list[RenderableType]:
+    speed = f"{worker.prefill_tokens_per_s:.0f} tok/s" if worker.prefill_tokens_per_s else "-"
+    if worker.role == "decode":
+        speed = f"{worker.decode_step_ms:.1f} ms/step" if worker.decode_step_ms else "-"
+    blocks = (worker.blocks_total, worker.blocks_free, worker.blocks_cached, worker.blocks_owned)
+    return [
+        worker.worker_id,
+        worker.role,
+        Text(worker.state, style=_STATE_STYLES.get(worker.state, "")),
+        *(str(count) for count in (worker.running, worker.waiting, *blocks)),
+        speed,
+        format_bytes(worker.resident_bytes),
+    ]
+
+
+def _remarks(workers: tuple[WorkerStatus, ...]) -> Iterator[Text]:
+    """Why a worker is not ready, which errors it counted, and blocks in states that do not last."""
+    for worker in workers:
+        if worker.detail:
+            yield Text(f"{worker.worker_id}: {worker.detail}", style="yellow")
+        if worker.blocks_leased or worker.blocks_quarantined:
+            yield Text(f"{worker.worker_id}: {worker.blocks_leased} leased, {worker.blocks_quarantined} quarantined")
+        if worker.errors:
+            counts = ", ".join(f"{name} {count}" for name, count in sorted(worker.errors.items()))
+            yield Text(f"{worker.worker_id} errors: {counts}")

@@ -1,0 +1,92 @@
+"""Run one router: `python -m router --model FOLDER --worker HOST:PORT ...`.
+
+Prints one JSON line once it listens. SIGTERM and SIGINT drain it: live requests may finish for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+import click
+import uvloop
+
+from engine.errors import ConfigError, EngineError
+from router.config import RouterConfig
+from router.server import RouterServer
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+async def serve(config: RouterConfig, grace_s: float) -> None:
+    """Until a stop signal. A second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+    asked_to_stop = asyncio.Event()
+    server = RouterServer(config)
+    try:
+        address = await server.start()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, asked_to_stop.set)
+        print(json.dumps({"address": address, "router_id": config.router_id, "pid": os.getpid()}), flush=True)
+        await asked_to_stop.wait()
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+    finally:
+        await server.stop(grace_s)
+
+
+@click.command()
+@click.option("--model", type=click.Path(path_type=Path), required=True, help="Model folder.")
+@click.option("--model-name", default=None, help="What clients call it; by default the folder's name.")
+@click.option("--worker", "workers", multiple=True, metavar="HOST:PORT", help="A worker; once for each.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Interface to listen on.")
+@click.option("--port", type=int, default=0, show_default=True, help="0 takes a free one.")
+@click.option("--router-id", default=None, help="Name of this router; by default a new one.")
+@click.option("--max-live-requests", type=int, default=1024, show_default=True)
+@click.option("--default-timeout-s", type=float, default=600.0, show_default=True, help="For calls without a deadline.")
+@click.option(
+    "--local-prefill-max-tokens",
+    type=int,
+    default=0,
+    show_default=True,
+    help="The decode worker computes prompts of at most this many tokens.",
+)
+@click.option("--grace-s", type=float, default=5.0, show_default=True, help="For live requests on a stop.")
+def main(
+    model: Path,
+    model_name: str | None,
+    workers: tuple[str, ...],
+    router_id: str | None,
+    grace_s: float,
+    **settings: str | float,
+) -> None:
+    """Run one router until SIGTERM or SIGINT."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s router %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        config = RouterConfig(
+            model_path=str(model),
+            model_name=model_name or model.resolve().name,
+            router_id=router_id or f"router-{secrets.token_hex(3)}",
+            workers=workers,
+            **settings,  # type: ignore[arg-type]  # click checks the types
+        )
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+    try:
+        uvloop.run(serve(config, grace_s))
+    except EngineError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

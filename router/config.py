@@ -1,0 +1,106 @@
+"""Settings of one router process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    model_path: str
+    """Folder in the standard layout. The router reads tokenizer, config and fingerprint; never the weights' values."""
+    model_name: str
+    """What clients call the model."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    router_id: str = "router"
+    workers: tuple[str, ...] = ()
+    """Addresses (HOST:PORT) of the workers known at start; `RouterServer.set_workers` replaces them."""
+
+    max_live_requests: int = 1024
+    """Requests at once; one more is refused with a retry hint. Too high: memory, and waits past every deadline."""
+    retry_after_s: float = 1.0
+    """The hint."""
+    default_timeout_s: float = 600.0
+    """Deadline of a call that brings none."""
+    max_attempts: int = 3
+    """Placements of one request, the first included."""
+    no_worker_wait_s: float = 5.0
+    """How long a request waits for a decode worker to become ready."""
+    reserve_share: float = 0.5
+    """Of the time that is left, how much one reservation may take before another worker is asked."""
+    prefill_share: float = 0.6
+    """Of the time that is left, how much the prefill worker may take before the decode worker computes instead."""
+    handover_wait_s: float = 2.0
+    """How long a finished request waits for the decode worker's account of the transfer."""
+    local_prefill_max_tokens: int = 0
+    """Prompts of at most this many tokens are computed by the decode worker; 0 splits all."""
+    max_unread_messages: int = 4096
+    """Worker messages that may wait for one slow client; one more ends its request."""
+    explain_capacity: int = 1000
+    """Requests whose placement can still be explained."""
+
+    connect_timeout_s: float = 3.0
+    """From dialling a worker to its welcome."""
+    silence_s: float = 3.0
+    """A worker that sends nothing, not even its load, for this long is lost. Several of its heartbeats."""
+    reconnect_min_s: float = 0.05
+    reconnect_max_s: float = 2.0
+    """Pause before a worker is dialled again; doubles from the one to the other, with jitter."""
+    max_outbox: int = 16384
+    """Messages that may wait for one worker; one more gives the worker up."""
+
+    max_request_bytes: int = 8 * MIB
+    """Of a client's message."""
+    max_worker_message_bytes: int = 16 * MIB
+    keepalive_s: float = 30.0
+    """Pings on client connections, so that a client that vanished without a word is noticed."""
+
+    def __post_init__(self) -> None:
+        if not self.model_name:
+            raise ConfigError("model_name must not be empty")
+        if not self.router_id:
+            raise ConfigError("router_id must not be empty")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        if self.local_prefill_max_tokens < 0:
+            raise ConfigError(f"local_prefill_max_tokens must be at least 0, got {self.local_prefill_max_tokens}")
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in _SECONDS:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("reserve_share", "prefill_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+        if self.reconnect_max_s < self.reconnect_min_s:
+            raise ConfigError(f"reconnect_max_s {self.reconnect_max_s} is below reconnect_min_s {self.reconnect_min_s}")
+        if len(set(self.workers)) != len(self.workers):
+            raise ConfigError(f"workers names an address twice: {', '.join(self.workers)}")
+
+
+_COUNTS = (
+    "max_live_requests",
+    "max_attempts",
+    "max_unread_messages",
+    "explain_capacity",
+    "max_outbox",
+    "max_request_bytes",
+    "max_worker_message_bytes",
+)
+_SECONDS = (
+    "retry_after_s",
+    "default_timeout_s",
+    "no_worker_wait_s",
+    "handover_wait_s",
+    "connect_timeout_s",
+    "silence_s",
+    "reconnect_min_s",
+    "keepalive_s",
+)

@@ -1,0 +1,150 @@
+"""Owns the workers that this router knows: their clients, what state each is in and why, and who may serve.
+
+Others get snapshots, or a session to put a request on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+from router.config import RouterConfig
+from router.peer import Peer, check_peer
+from router.policy import DECODE, WorkerSnapshot
+from router.session import WorkerSession
+from router.worker_client import WorkerClient
+
+
+class Registry:
+    """Invariants: two ready workers never share an id; all ready workers have the router's fingerprint and one block
+    size; a client is in `_clients` exactly while its task is in `_tasks`.
+    """
+
+    def __init__(self, config: RouterConfig, fingerprint: bytes) -> None:
+        self._config = config
+        self._fingerprint = fingerprint
+        self._clients: dict[str, WorkerClient] = {}
+        """By worker id where the cluster told it, else by address."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Cancelled, not yet done."""
+        self._change = asyncio.Event()
+
+    def add_addresses(self, addresses: Iterable[str]) -> None:
+        """Workers whose ids are not known beforehand."""
+        for address in addresses:
+            self._add(address, address, None)
+
+    def set_workers(self, addresses: Mapping[str, str]) -> None:
+        """Make the known workers exactly `addresses` (worker id to HOST:PORT).
+
+        A worker that is left out, or that moved, is given up: its requests get `WorkerLost` and go on elsewhere.
+        """
+        for key, client in list(self._clients.items()):
+            if addresses.get(key) != client.address:
+                self._drop(key)
+        for worker_id, address in addresses.items():
+            if worker_id not in self._clients:
+                self._add(worker_id, address, worker_id)
+        self._notify()
+
+    async def close(self) -> None:
+        """Give up every worker. Returns when no task is left."""
+        for key in list(self._clients):
+            self._drop(key)
+        while self._leaving:
+            await asyncio.wait(self._leaving)
+
+    async def changed(self) -> None:
+        """Wait for the next change of any worker's state."""
+        await self._change.wait()
+
+    @property
+    def workers(self) -> tuple[WorkerClient, ...]:
+        return tuple(self._clients.values())
+
+    def session(self, worker_id: str) -> WorkerSession:
+        """Of a ready worker; `KeyError` if it is none."""
+        return next(session for session in self._sessions() if session.peer.worker_id == worker_id)
+
+    def snapshots(self) -> list[WorkerSnapshot]:
+        """All ready workers."""
+        return [_snapshot(session) for session in self._sessions()]
+
+    def is_ready(self) -> bool:
+        """Whether requests can be served: prefill workers help, decode workers are needed."""
+        return any(session.peer.role == DECODE for session in self._sessions())
+
+    def max_request_tokens(self) -> int | None:
+        """Prompt and output of the largest request that some ready decode worker can hold; None if none is ready."""
+        limits = [snapshot.max_request_tokens for snapshot in self.snapshots() if snapshot.role == DECODE]
+        return max(limits, default=None)
+
+    def why_not_ready(self) -> str:
+        """For a client that finds no decode worker: every worker that is not ready, and why."""
+        if not self._clients:
+            return "no worker is known"
+        reasons = [
+            f"{client.peer.worker_id if client.peer else key} ({client.address}) is {client.state}: {client.detail}"
+            for key, client in self._clients.items()
+            if client.session is None
+        ]
+        return "; ".join(reasons) or "none of the ready workers is a decode worker"
+
+    def check_integrity(self) -> None:
+        """Whatever is going on."""
+        assert self._clients.keys() == self._tasks.keys(), "a client without a task, or a task without a client"
+        ids = [session.peer.worker_id for session in self._sessions()]
+        assert len(set(ids)) == len(ids), f"a worker is connected twice: {ids}"
+        assert len({session.peer.block_size for session in self._sessions()}) <= 1, "block sizes differ"
+        for session in self._sessions():
+            session.check_integrity()
+
+    def check_idle(self) -> None:
+        """While no request is live."""
+        self.check_integrity()
+        for session in self._sessions():
+            assert session.in_flight == 0, f"{session.in_flight} requests were left on {session.peer.worker_id}"
+
+    def _sessions(self) -> list[WorkerSession]:
+        return [client.session for client in self._clients.values() if client.session is not None]
+
+    def _add(self, key: str, address: str, expected_id: str | None) -> None:
+        def accept(peer: Peer) -> None:
+            check_peer(peer, self._fingerprint, [session.peer for session in self._sessions()], expected_id)
+
+        client = WorkerClient(address, self._config, accept, self._notify)
+        self._clients[key] = client
+        self._tasks[key] = asyncio.get_running_loop().create_task(client.run(), name=f"worker {address}")
+
+    def _drop(self, key: str) -> None:
+        del self._clients[key]
+        task = self._tasks.pop(key)
+        task.cancel()
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    def _notify(self) -> None:
+        """Wake everyone who waits now; who waits later waits for the next change."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+
+def _snapshot(session: WorkerSession) -> WorkerSnapshot:
+    peer, load = session.peer, session.load
+    reported = load.blocks_free + load.blocks_cached + load.blocks_owned + load.blocks_leased > 0
+    return WorkerSnapshot(
+        worker_id=peer.worker_id,
+        role=peer.role,
+        block_size=peer.block_size,
+        num_blocks=peer.num_blocks,
+        max_model_len=peer.max_model_len,
+        running=load.running,
+        waiting=load.waiting,
+        waiting_tokens=load.waiting_tokens,
+        blocks_available=load.blocks_free + load.blocks_cached if reported else peer.num_blocks,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        decode_step_ms=load.decode_step_ms,
+        in_flight=session.in_flight,
+        in_flight_tokens=session.in_flight_tokens,
+    )

@@ -1,0 +1,70 @@
+"""A validated request, and its token log: the only place that numbers output tokens.
+
+The log is the request. Whatever a worker holds of it can be lost, because a worker that gets the log continues at the
+very next index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.block_hash import TOKEN_BYTES, pack_tokens
+from engine.errors import ProtocolError
+from engine.sampling_params import SamplingParams
+from kvrelay.v1 import common_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What a client asked for, checked, tokenized and complete."""
+
+    request_id: str
+    prompt: bytes
+    """Token ids, little-endian u32; at least one."""
+    params: SamplingParams
+    """With a seed."""
+    sampling: common_pb2.SamplingParams
+    """`params` as workers get them."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def max_total_tokens(self) -> int:
+        return self.num_prompt_tokens + self.params.max_tokens
+
+
+class TokenLog:
+    """Prompt and output of one request, in order.
+
+    Invariant: output index i is appended exactly once, after i - 1 and before i + 1.
+    """
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self._tokens = bytearray(request.prompt)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self._tokens) // TOKEN_BYTES - self._request.num_prompt_tokens
+
+    @property
+    def full(self) -> bool:
+        """Whether the output has all the tokens that it may have."""
+        return self.num_outputs >= self._request.params.max_tokens
+
+    def append(self, index: int, token_id: int) -> None:
+        """Take output token `index`. On `ProtocolError` (a repeated or skipped index) the log is unchanged."""
+        expected = self.num_outputs
+        if index != expected or self.full:
+            raise ProtocolError(f"output index {index} came where {expected} of {self._limit} was next")
+        self._tokens += pack_tokens((token_id,))
+
+    def tokens(self) -> bytes:
+        """Prompt, then output so far; little-endian u32."""
+        return bytes(self._tokens)
+
+    @property
+    def _limit(self) -> int:
+        return self._request.params.max_tokens

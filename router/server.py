@@ -1,0 +1,134 @@
+"""One router process without its command line: builds the parts, serves them, and takes them down in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from engine.errors import ConfigError
+from kvrelay.v1 import router_pb2, router_pb2_grpc
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.registry import Registry
+from router.served_model import ServedModel, load_served_model
+from router.service import AdminService, RouterService
+
+ROUTER_SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
+ADMIN_SERVICE = router_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+
+
+class RouterServer:
+    """Serves Router, Admin, health and reflection on one port.
+
+    Health is SERVING exactly while at least one decode worker is ready.
+    """
+
+    def __init__(self, config: RouterConfig, model: ServedModel | None = None) -> None:
+        """`model` is loaded from `config.model_path` by `start` unless it is given."""
+        self._config = config
+        self._model = model
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._health_task: asyncio.Task[None] | None = None
+        self._registry: Registry | None = None
+        self._dispatcher: Dispatcher | None = None
+
+    @property
+    def registry(self) -> Registry:
+        assert self._registry is not None, "the router was not started"
+        return self._registry
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        assert self._dispatcher is not None, "the router was not started"
+        return self._dispatcher
+
+    async def start(self) -> str:
+        """Serve; returns HOST:PORT. Workers are connected in the background.
+
+        Raises `ModelError`, or `ConfigError` naming the port if it is taken; nothing stays open then.
+        """
+        model = self._model
+        if model is None:
+            model = await asyncio.to_thread(load_served_model, Path(self._config.model_path), self._config.model_name)
+        registry = Registry(self._config, model.fingerprint)
+        dispatcher = Dispatcher(self._config, model, registry)
+        server = grpc.aio.server(options=self._options())
+        router_pb2_grpc.add_RouterServicer_to_server(RouterService(self._config, model, dispatcher), server)
+        router_pb2_grpc.add_AdminServicer_to_server(
+            AdminService(self._config, _version(), registry, dispatcher), server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (ROUTER_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        wanted = f"{self._config.host}:{self._config.port}"
+        try:
+            port = server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {wanted}: the port is in use, or the address not ours") from error
+        self._registry, self._dispatcher, self._server = registry, dispatcher, server
+        registry.add_addresses(self._config.workers)
+        await self._set_health(ready=False)
+        self._health_task = asyncio.create_task(self._follow_readiness(), name="router health")
+        await server.start()
+        return f"{self._config.host}:{port}"
+
+    def set_workers(self, addresses: Mapping[str, str]) -> None:
+        """Make the known workers exactly `addresses` (worker id to HOST:PORT). On the event loop."""
+        self.registry.set_workers(addresses)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls, let the live ones finish within `grace_s`, cancel the rest, let go of the workers.
+
+        Idempotent. Afterwards no task and no connection is left.
+        """
+        server, self._server = self._server, None
+        if server is None:
+            return
+        await self._health.enter_graceful_shutdown()
+        task, self._health_task = self._health_task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+        await server.stop(grace_s)
+        await self.registry.close()
+
+    async def _follow_readiness(self) -> None:
+        ready = False
+        while True:
+            if self.registry.is_ready() is not ready:
+                ready = not ready
+                await self._set_health(ready)
+            else:
+                await self.registry.changed()
+
+    async def _set_health(self, ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", ROUTER_SERVICE):
+            await self._health.set(service, status)
+
+    def _options(self) -> list[tuple[str, int]]:
+        keepalive_ms = round(self._config.keepalive_s * 1000)
+        return [
+            ("grpc.so_reuseport", 0),  # or a second router would share the port instead of being told that it is taken
+            ("grpc.max_receive_message_length", self._config.max_request_bytes),
+            ("grpc.keepalive_time_ms", keepalive_ms),
+            ("grpc.keepalive_timeout_ms", keepalive_ms),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+            ("grpc.http2.max_pings_without_data", 0),
+        ]
+
+
+def _version() -> str:
+    try:
+        return metadata.version("kvrelay")
+    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return "unknown"

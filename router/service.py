@@ -1,0 +1,106 @@
+"""The gRPC edge of the router: messages in, messages and status codes out. Decides nothing."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+
+from engine.errors import EngineError
+from kvrelay._status import abort_arguments
+from kvrelay.v1 import router_pb2, router_pb2_grpc
+from router import validate
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.registry import Registry
+from router.served_model import ServedModel
+from router.worker_client import WorkerClient
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RouterService(router_pb2_grpc.RouterServicer):
+    def __init__(self, config: RouterConfig, model: ServedModel, dispatcher: Dispatcher) -> None:
+        self._config = config
+        self._model = model
+        self._dispatcher = dispatcher
+
+    # The generated types know servicer methods that are generators. grpc.aio also takes coroutines that write: those
+    # are cancelled where they wait, while a generator would be left suspended at its yield.
+    async def Generate(self, request: router_pb2.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
+        try:
+            await self._dispatcher.generate(request, context.write, context.time_remaining())
+        except EngineError as error:
+            await self._abort(context, error)
+
+    async def Cancel(self, request: router_pb2.CancelRequest, context: _Context) -> router_pb2.CancelResponse:
+        return router_pb2.CancelResponse(found=self._dispatcher.admission.cancel(request.request_id))
+
+    async def Tokenize(self, request: router_pb2.TokenizeRequest, context: _Context) -> router_pb2.TokenizeResponse:
+        try:
+            validate.check_model(request.model, self._model)
+            return router_pb2.TokenizeResponse(token_ids=validate.prompt_tokens(request, self._model))
+        except EngineError as error:
+            await self._abort(context, error)
+
+    async def Explain(self, request: router_pb2.ExplainRequest, context: _Context) -> router_pb2.ExplainResponse:
+        try:
+            return self._dispatcher.history.find(request.request_id).to_proto()
+        except EngineError as error:
+            await self._abort(context, error)
+
+    async def ListModels(
+        self, request: router_pb2.ListModelsRequest, context: _Context
+    ) -> router_pb2.ListModelsResponse:
+        model = self._model
+        card = router_pb2.ModelCard(name=model.name, max_model_len=model.max_model_len, fingerprint=model.fingerprint)
+        return router_pb2.ListModelsResponse(models=[card])
+
+    async def _abort(self, context: _Context, error: EngineError) -> NoReturn:
+        await context.abort(*abort_arguments(error, self._config.retry_after_s))
+        raise AssertionError("abort always raises")
+
+
+class AdminService(router_pb2_grpc.AdminServicer):
+    def __init__(self, config: RouterConfig, version: str, registry: Registry, dispatcher: Dispatcher) -> None:
+        self._config = config
+        self._version = version
+        self._registry = registry
+        self._dispatcher = dispatcher
+
+    async def Status(self, request: router_pb2.StatusRequest, context: _Context) -> router_pb2.StatusResponse:
+        history = self._dispatcher.history
+        return router_pb2.StatusResponse(
+            router_id=self._config.router_id,
+            version=self._version,
+            uptime_ms=self._dispatcher.uptime_ms(),
+            workers=[_worker_status(client) for client in self._registry.workers],
+            live_requests=self._dispatcher.admission.live,
+            requests_total=history.requests_total,
+            requests_failed=history.requests_failed,
+        )
+
+
+def _worker_status(client: WorkerClient) -> router_pb2.WorkerStatus:
+    """Of a worker that is not ready, what was last known of it, without its load."""
+    status = router_pb2.WorkerStatus(address=client.address, state=client.state.value, detail=client.detail)
+    if client.peer is not None:
+        status.worker_id = client.peer.worker_id
+        status.incarnation = client.peer.incarnation
+        status.role = client.peer.role
+        status.pid = client.peer.pid
+        status.blocks_total = client.peer.num_blocks
+    if client.session is not None:
+        load = client.session.load
+        status.running = load.running
+        status.waiting = load.waiting
+        status.blocks_free = load.blocks_free
+        status.blocks_cached = load.blocks_cached
+        status.blocks_owned = load.blocks_owned
+        status.blocks_leased = load.blocks_leased
+        status.blocks_quarantined = load.blocks_quarantined
+        status.prefill_tokens_per_s = load.prefill_tokens_per_s
+        status.decode_step_ms = load.decode_step_ms
+        status.resident_bytes = load.resident_bytes
+        status.errors.update(load.errors)
+    return status

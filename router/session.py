@@ -1,0 +1,223 @@
+"""The router's end of one connection to one worker: which requests are on it, and what waits to be sent.
+
+Knows messages, no sockets. Everything here runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeAlias
+
+from engine.errors import EngineError, ProtocolError, WorkerLost
+from kvrelay._status import error_from_name
+from kvrelay.v1 import worker_pb2
+from router.peer import Peer
+
+
+@dataclass(frozen=True, slots=True)
+class LaneClosed:
+    """Last message of a lane. `error` is None if the worker is simply done with the request."""
+
+    error: EngineError | None
+    retryable: bool
+    lost: bool
+    """The session is over, as opposed to the worker having said so."""
+
+
+LaneMessage: TypeAlias = (
+    worker_pb2.Reserved | worker_pb2.Prefilled | worker_pb2.HandedOver | worker_pb2.Output | LaneClosed
+)
+
+
+class Inbox:
+    """What the workers of one attempt said and its dispatcher has not read yet, in order of arrival. Bounded."""
+
+    def __init__(self, capacity: int, on_overflow: Callable[[], None]) -> None:
+        self._capacity = capacity
+        self._on_overflow = on_overflow
+        self._messages: deque[tuple[Lane, LaneMessage]] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, lane: Lane, message: LaneMessage) -> bool:
+        """False: it is full. The message is dropped and the owner has been told to end the request."""
+        if len(self._messages) >= self._capacity:
+            self._on_overflow()
+            return False
+        self._messages.append((lane, message))
+        self._arrived.set()
+        return True
+
+    async def take(self) -> list[tuple[Lane, LaneMessage]]:
+        """Everything that is there, at least one message. A cancelled call has taken nothing."""
+        while not self._messages:
+            self._arrived.clear()
+            await self._arrived.wait()
+        taken = list(self._messages)
+        self._messages.clear()
+        return taken
+
+
+class Lane:
+    """One attempt of one request at one worker.
+
+    A context manager: leaving it sends Cancel, unless the worker said that nothing of the request is left there or
+    nothing was ever sent. `close` is idempotent.
+    """
+
+    def __init__(self, session: WorkerSession, request_id: str, inbox: Inbox) -> None:
+        self._session = session
+        self._request_id = request_id
+        self._inbox = inbox
+        self._used = False
+        self.closed = False
+        """No message comes or goes any more."""
+        self.tokens_to_compute = 0
+        """Tokens that this worker was asked to compute and is not known to have."""
+
+    @property
+    def worker(self) -> Peer:
+        return self._session.peer
+
+    def send(self, message: worker_pb2.SessionRequest) -> None:
+        """Queue `message`; dropped if the lane is closed, which the inbox tells."""
+        if not self.closed:
+            self._used = True
+            self._session.send(message)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._session.forget(self._request_id)
+        if self._used:
+            self._session.send(worker_pb2.SessionRequest(cancel=worker_pb2.Cancel(request_id=self._request_id)))
+
+    def deliver(self, message: LaneMessage) -> None:
+        """From the session. A full inbox closes the lane, so that the worker stops too."""
+        if self.closed:
+            return
+        if not self._inbox.put(self, message):
+            self.close()
+        elif isinstance(message, LaneClosed):
+            self.closed = True
+            self._session.forget(self._request_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class WorkerSession:
+    """Owns the lanes and the outbox of one connection.
+
+    Invariants: a lane is in `_lanes` exactly while it is not closed; a session that is over has no lanes. The number
+    of requests in flight at the worker is the number of lanes, and nothing else counts it.
+    """
+
+    def __init__(self, peer: Peer, max_outbox: int, abort: Callable[[], None]) -> None:
+        self.peer = peer
+        self.load = worker_pb2.Load()
+        self.strays = 0
+        """Messages on requests that were over here: they crossed with a Cancel."""
+        self._max_outbox = max_outbox
+        self._abort = abort
+        self._lanes: dict[str, Lane] = {}
+        self._outbox: deque[worker_pb2.SessionRequest] = deque()
+        self._queued = asyncio.Event()
+        self._over: WorkerLost | None = None
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def in_flight_tokens(self) -> int:
+        return sum(lane.tokens_to_compute for lane in self._lanes.values())
+
+    def open(self, request_id: str, inbox: Inbox) -> Lane:
+        """A lane for `request_id`, which must be new to this worker. Raises `WorkerLost` if the session is over."""
+        if self._over is not None:
+            raise self._over
+        assert request_id not in self._lanes, f"{request_id} is on {self.peer.worker_id} already"
+        lane = self._lanes[request_id] = Lane(self, request_id, inbox)
+        return lane
+
+    def forget(self, request_id: str) -> None:
+        self._lanes.pop(request_id, None)
+
+    def send(self, message: worker_pb2.SessionRequest) -> None:
+        """Queue `message`; dropped if the session is over. A worker that lets too many pile up is given up."""
+        if self._over is not None:
+            return
+        if len(self._outbox) >= self._max_outbox:
+            self.end(WorkerLost(f"{self.peer.worker_id} does not read: {self._max_outbox} messages wait for it"))
+            self._abort()
+            return
+        self._outbox.append(message)
+        self._queued.set()
+
+    async def outgoing(self) -> AsyncIterator[worker_pb2.SessionRequest]:
+        """What to write, without end. For the one writer, which is cancelled with the call."""
+        while True:
+            while self._outbox:
+                yield self._outbox.popleft()
+            self._queued.clear()
+            await self._queued.wait()
+
+    def deliver(self, response: worker_pb2.SessionResponse) -> None:
+        """Give a message of the worker to the request it is about. Raises `ProtocolError` on one out of place."""
+        kind = response.WhichOneof("message")
+        if kind == "step":
+            for entry in response.step.outputs:
+                self._deliver(entry.request_id, entry.output)
+        elif kind == "load":
+            self.load = response.load
+        elif kind == "reserved":
+            self._deliver(response.reserved.request_id, response.reserved)
+        elif kind == "prefilled":
+            self._deliver(response.prefilled.request_id, response.prefilled)
+        elif kind == "handed_over":
+            self._deliver(response.handed_over.request_id, response.handed_over)
+        elif kind == "ended":
+            self._deliver(response.ended.request_id, _lane_closed(response.ended))
+        elif kind == "welcome":
+            raise ProtocolError("the worker sent a second welcome")
+        # None: a message of a newer protocol. It is about nothing that we asked for.
+
+    def end(self, reason: WorkerLost) -> None:
+        """Close every lane with `reason`. Later calls change nothing."""
+        if self._over is not None:
+            return
+        self._over = reason
+        self._outbox.clear()
+        for lane in list(self._lanes.values()):
+            lane.deliver(LaneClosed(reason, retryable=True, lost=True))
+        self.check_integrity()
+
+    @property
+    def over(self) -> WorkerLost | None:
+        return self._over
+
+    def check_integrity(self) -> None:
+        assert not any(lane.closed for lane in self._lanes.values()), "a closed lane is still known"
+        assert self._over is None or not self._lanes, "a session that is over has lanes"
+
+    def _deliver(self, request_id: str, message: LaneMessage) -> None:
+        lane = self._lanes.get(request_id)
+        if lane is None:
+            self.strays += 1
+        else:
+            lane.deliver(message)
+
+
+def _lane_closed(ended: worker_pb2.Ended) -> LaneClosed:
+    error = error_from_name(ended.error, ended.message) if ended.error else None
+    return LaneClosed(error, retryable=ended.retryable, lost=False)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.adoption import MissingBlock
 from engine.request import Request
 
 
@@ -20,10 +21,19 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class GrantedBlocks:
+    """A DECODE request got its blocks in this step; `missing` are those whose KV a link has to bring."""
+
+    request: Request
+    missing: tuple[MissingBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """The scheduler's decision for one step; the model runner and `Engine.step` only read it."""
 
     sequences: tuple[ScheduledSequence, ...] = ()
+    granted: tuple[GrantedBlocks, ...] = ()
 
     @property
     def num_tokens(self) -> int:

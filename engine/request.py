@@ -87,6 +87,7 @@ class Request:
     """Prompt tokens found in the prefix cache at first admission."""
     num_recomputed_tokens: int = field(default=0, init=False)
     """DECODE: tokens of the reservation that are computed here because their KV did not come over the link."""
+    num_preemptions: int = field(default=0, init=False)
     first_scheduled: float | None = field(default=None, init=False)
     """Engine clock at the first step that computed for this request."""
     adoption: Adoption | None = field(default=None, init=False)

@@ -1,0 +1,289 @@
+"""One engine: requests in, tokens out, one step at a time. Read `Engine.step` first; it is the whole system.
+
+Life of a LOCAL request: `submit` -> WAITING -> RUNNING, a token a step once its prompt is computed -> FINISHED.
+PREFILL: the same up to the first token, then HELD until `release_held`: a link is reading its blocks.
+DECODE: `reserve` -> WAITING -> blocks granted, AWAITING_KV -> `adopted` for each block, `start` -> RUNNING -> FINISHED;
+or `give_up_transfer` instead of the rest of the blocks, and it computes what is missing.
+
+Knows no links, no messages and no threads: `StepLoop` owns the thread on which everything here is called.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.adoption import MissingBlock, Reservation
+from engine.batch import GrantedBlocks, ScheduledBatch
+from engine.block_hash import BlockIdentity
+from engine.block_manager import BlockManager, BlockStats
+from engine.config import CacheConfig, SchedulerConfig
+from engine.errors import EngineError, InternalError, RequestError
+from engine.kv_cache import KvCache
+from engine.model.llama import Model
+from engine.model_runner import ModelRunner, check_model_fits_pool
+from engine.request import FinishReason, Request, RequestKind, RequestStatus
+from engine.sampler import SampledToken, SampleRow, sample
+from engine.scheduler import Scheduler
+from engine.step_rates import StepRates
+
+__all__ = ["Engine", "EngineStats", "MissingBlock", "RequestUpdate", "Reservation", "StepOutput"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What a step did for one request."""
+
+    request_id: str
+    num_computed_tokens: int
+    """Leading tokens whose KV is complete in the request's blocks."""
+    token: SampledToken | None
+    """None: a chunk of the prompt was computed, or the request failed."""
+    index: int
+    """Output index of `token`; of the next one if there is none. Counts tokens emitted before a resume."""
+    finish_reason: FinishReason | None = None
+    error: EngineError | None = None
+    """The request is over without a finish reason. Of what a link may touch, the blocks stay until `cancel`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    updates: tuple[RequestUpdate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    blocks: BlockStats
+    running: int
+    waiting: int
+    waiting_tokens: int
+    """Still to be computed here before all running and waiting requests can decode."""
+    prefill_tokens_per_s: float
+    """Measured; 0 while unknown."""
+    decode_step_ms: float
+    """Measured; 0 while unknown."""
+    awaiting_kv: int
+    held: int
+    preemptions: int
+    """Since the start."""
+    unknown_ids: int
+    """Calls that named a request that is not live, since the start. Late messages do; many mean a fault."""
+
+
+class Engine:
+    """Single-threaded. Every method but the constructor belongs to the engine thread.
+
+    Calls that name a request which is not live (any more) change nothing and are counted: messages cross.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KvCache,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        identity: BlockIdentity,
+        max_model_len: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_model_fits_pool(model, kv, cache_config)
+        self._config = model.config
+        self._runner = ModelRunner(model, kv)
+        self._blocks = BlockManager(cache_config)
+        self._scheduler = Scheduler(scheduler_config, cache_config, self._blocks, identity, max_model_len)
+        self._clock = clock
+        self._rates = StepRates()
+        self._reserving: dict[str, tuple[Callable[[Reservation], None], float]] = {}
+        """Reservations without blocks so far: whom to tell, and since when they wait."""
+        self._num_unknown_ids = 0
+
+    def step(self) -> StepOutput:
+        """Schedule, compute, draw, apply. Does nothing if no request can get ahead (see `has_work`).
+
+        A fault of model or sampler fails the requests of this batch, and no others.
+        """
+        batch = self._scheduler.schedule()
+        self._announce(batch.granted)
+        if not batch.sequences:
+            return StepOutput()
+        began = self._clock()
+        try:
+            logits = self._runner.forward(batch)  # [sequences that sample, vocab] float32
+            tokens = sample(logits, self._sample_rows(batch))
+        except Exception as error:  # noqa: BLE001
+            # edge: a model may raise anything, and it must cost its own batch only
+            _log.exception("a step with %d requests failed", len(batch.sequences))
+            return self._fail([sequence.request for sequence in batch.sequences], error)
+        updates = self._apply(batch, tokens, began)
+        self._rates.record(batch, self._clock() - began)
+        return StepOutput(updates)
+
+    def submit(self, request: Request) -> None:
+        """Accept a LOCAL or PREFILL request.
+
+        Raises `RequestError` if it can never be served here, `QueueFull` if too many wait; then nothing has changed.
+        """
+        self._check_tokens(request.token_ids)
+        if request.kind is RequestKind.DECODE:
+            raise InternalError(f"request {request.request_id} needs a reservation: call reserve")
+        self._scheduler.add(request)
+
+    def reserve(self, request: Request, granted: Callable[[Reservation], None]) -> None:
+        """Accept a DECODE request: it gets blocks for all its tokens and one to grow into, in its turn.
+
+        `granted` is called once they are there, from a later step, and never if the request ends before. It must not
+        block, raise, or call the engine. From then on a link may write into the missing blocks, until they are
+        `adopted` or given up.
+        Raises as `submit` does.
+        """
+        self._check_tokens(request.token_ids)
+        if request.kind is not RequestKind.DECODE:
+            raise InternalError(f"request {request.request_id} needs no reservation: call submit")
+        self._scheduler.add(request)
+        self._reserving[request.request_id] = (granted, self._clock())
+
+    def adopted(self, request_id: str, ordinal: int) -> None:
+        """The KV of this missing block is in its slot and verified. Ignored if it is not expected any more."""
+        if request := self._find(request_id):
+            self._scheduler.adopt(request, ordinal)
+
+    def start(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Append the tokens that the router has emitted since `reserve`. The request runs once its KV is settled.
+
+        A second call is ignored. Raises `RequestError` for tokens outside the vocabulary or beyond `max_tokens`; then
+        nothing has changed.
+        """
+        request = self._find(request_id)
+        if request is None or request.adoption is None or request.adoption.started:
+            return
+        self._check_tokens(token_ids)
+        num_output = request.num_output_tokens + len(token_ids)
+        if num_output >= request.params.max_tokens:
+            raise RequestError("max_tokens", f"{request.params.max_tokens}, but {num_output} were drawn already")
+        request.token_ids += token_ids
+        self._scheduler.start(request)
+
+    def give_up_transfer(self, request_id: str) -> None:
+        """Wait for no more blocks: keep those adopted up to the first gap, compute the rest here.
+
+        Missing slots must be quiet: they stay this request's, and are written by compute. The request still waits for
+        `start`. `Request.num_recomputed_tokens` tells the cost once it runs.
+        """
+        if request := self._find(request_id):
+            self._scheduler.give_up_transfer(request)
+
+    def release_held(self, request_id: str) -> None:
+        """No link reads the blocks of this PREFILL request (any more): they need not be held once it is computed."""
+        request = self._find(request_id)
+        if request is None:
+            return
+        request.transfer_over = True
+        if request.status is RequestStatus.HELD:
+            self._scheduler.finish(request)
+
+    def cancel(self, request_id: str, busy_slots: Collection[int] = ()) -> None:
+        """Forget the request at once, whatever its status, and free its blocks. Tells nobody. Idempotent.
+
+        `busy_slots`: those of its blocks that a link may still write or read. They go to quarantine, and each needs
+        one `quiet`, called after this.
+        """
+        if request := self._find(request_id):
+            self._reserving.pop(request_id, None)
+            self._scheduler.finish(request, busy_slots)
+
+    def quiet(self, slots: Iterable[int]) -> None:
+        """No link touches these slots for one cancelled request any more. Slots that are not busy are ignored."""
+        self._scheduler.quiet(slots)
+
+    def fail_all(self, error: Exception) -> StepOutput:
+        """End every request that is not HELD with `InternalError`, after a fault that no one batch is to blame for."""
+        return self._fail([r for r in self._scheduler.live if r.status is not RequestStatus.HELD], error)
+
+    def has_work(self) -> bool:
+        """Whether steps can get a request ahead without any other call. False: wait for a call, do not step."""
+        return self._scheduler.has_work()
+
+    def stats(self) -> EngineStats:
+        queues = self._scheduler.stats()
+        return EngineStats(
+            blocks=self._blocks.stats(),
+            running=queues.running,
+            waiting=queues.waiting,
+            waiting_tokens=queues.waiting_tokens,
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            decode_step_ms=self._rates.decode_step_ms,
+            awaiting_kv=queues.awaiting_kv,
+            held=queues.held,
+            preemptions=queues.preemptions,
+            unknown_ids=self._num_unknown_ids,
+        )
+
+    def check_integrity(self) -> None:
+        """Re-derive every invariant of queues, block tables and pool. For tests and idle moments."""
+        self._scheduler.check_integrity()
+        waiting = (r for r in self._scheduler.live if r.status is RequestStatus.WAITING)
+        assert self._reserving.keys() == {r.request_id for r in waiting if r.adoption is not None}
+
+    def _announce(self, grants: Iterable[GrantedBlocks]) -> None:
+        for grant in grants:
+            request = grant.request
+            granted, since = self._reserving.pop(request.request_id)
+            # Nothing was adopted yet, so what counts as computed is the cached prefix.
+            cached, waited = request.num_computed_tokens, self._clock() - since
+            granted(Reservation(request.request_id, cached, grant.missing, waited))
+
+    def _sample_rows(self, batch: ScheduledBatch) -> list[SampleRow]:
+        requests = [sequence.request for sequence in batch.sequences if sequence.samples]
+        return [SampleRow(r.params, len(r.token_ids), r.banned_token_ids(self._config.eos_token_ids)) for r in requests]
+
+    def _apply(self, batch: ScheduledBatch, tokens: Sequence[SampledToken], began: float) -> tuple[RequestUpdate, ...]:
+        drawn = iter(tokens)
+        updates: list[RequestUpdate] = []
+        for sequence in batch.sequences:
+            request = sequence.request
+            if request.first_scheduled is None:
+                request.first_scheduled = began
+            self._scheduler.computed(sequence)
+            updates.append(self._advance(request, next(drawn) if sequence.samples else None))
+        return tuple(updates)
+
+    def _advance(self, request: Request, token: SampledToken | None) -> RequestUpdate:
+        index, num_computed = request.num_output_tokens, request.num_computed_tokens
+        if token is None:
+            return RequestUpdate(request.request_id, num_computed, None, index)
+        request.token_ids.append(token.token_id)
+        reason = request.finish_reason(self._config.eos_token_ids)
+        if request.kind is RequestKind.PREFILL and not request.transfer_over:
+            self._scheduler.hold(request)
+        elif request.kind is RequestKind.PREFILL or reason is not None:
+            self._scheduler.finish(request)
+        return RequestUpdate(request.request_id, num_computed, token, index, reason)
+
+    def _fail(self, requests: Iterable[Request], cause: Exception) -> StepOutput:
+        updates: list[RequestUpdate] = []
+        for request in requests:
+            error = InternalError(f"request {request.request_id}: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+            index, num_computed = request.num_output_tokens, request.num_computed_tokens
+            updates.append(RequestUpdate(request.request_id, num_computed, None, index, error=error))
+            self._reserving.pop(request.request_id, None)
+            self._scheduler.fail(request)
+        return StepOutput(tuple(updates))
+
+    def _check_tokens(self, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._config.vocab_size:
+                raise RequestError(
+                    "prompt_token_ids", f"each must be in [0, {self._config.vocab_size}), got {token_id}"
+                )
+
+    def _find(self, request_id: str) -> Request | None:
+        request = self._scheduler.get(request_id)
+        if request is None:
+            self._num_unknown_ids += 1
+        return request

@@ -1,0 +1,73 @@
+"""Turns the scheduler's choice into tensors and runs the model on them. Knows no policy and no request's end."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.batch import ForwardBatch, ScheduledBatch
+from engine.config import CacheConfig
+from engine.errors import InternalError
+from engine.kv_cache import KvCache
+from engine.model.llama import Model
+
+
+class ModelRunner:
+    """One model and the KV pool it reads and writes."""
+
+    def __init__(self, model: Model, kv: KvCache) -> None:
+        self._model = model
+        self._kv = kv
+
+    def forward(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Compute the batch's tokens and store their KV.
+
+        Returns logits [n, vocab] float32, one row for each sequence that samples, in the order of the batch. Whatever
+        the model raises goes through; the KV of the batch's tokens is then undefined, all other KV is untouched.
+        """
+        with torch.inference_mode():
+            logits = self._model.forward(to_forward_batch(batch), self._kv)
+        expected = (sum(sequence.samples for sequence in batch.sequences), self._model.config.vocab_size)
+        if logits.shape != expected:
+            raise InternalError(f"the model gave logits of shape {tuple(logits.shape)}, expected {expected}")
+        return logits
+
+
+def to_forward_batch(batch: ScheduledBatch) -> ForwardBatch:
+    """The tokens of all sequences, one sequence after the other. Block tables are shared with the requests."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    query_starts = [0]
+    context_lens: list[int] = []
+    sample_rows: list[int] = []
+    for sequence in batch.sequences:
+        start = sequence.request.num_computed_tokens
+        end = start + sequence.num_tokens
+        token_ids += sequence.request.token_ids[start:end]
+        positions += range(start, end)
+        query_starts.append(len(token_ids))
+        context_lens.append(end)
+        if sequence.samples:
+            sample_rows.append(len(token_ids) - 1)
+    return ForwardBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        query_starts=query_starts,
+        context_lens=context_lens,
+        block_tables=[sequence.request.block_table for sequence in batch.sequences],
+        sample_rows=sample_rows,
+    )
+
+
+def check_model_fits_pool(model: Model, kv: KvCache, cache_config: CacheConfig) -> None:
+    """Refuse to build an engine of parts that do not belong together. Raises `InternalError` naming the part."""
+    layout, config = kv.layout, model.config
+    pairs = {
+        "num_layers": (layout.num_layers, config.num_layers),
+        "num_kv_heads": (layout.num_kv_heads, config.num_kv_heads),
+        "head_dim": (layout.head_dim, config.head_dim),
+        "block_size": (layout.block_size, cache_config.block_size),
+        "num_blocks": (kv.num_blocks, cache_config.num_blocks),
+    }
+    for name, (of_pool, wanted) in pairs.items():
+        if of_pool != wanted:
+            raise InternalError(f"the KV pool has {name} {of_pool}, the engine needs {wanted}")

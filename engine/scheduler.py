@@ -1,0 +1,328 @@
+"""Owns the queues: who waits, who runs, what the next step computes. Knows no tensors, no token's meaning, no clock."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from engine.adoption import Adoption
+from engine.batch import GrantedBlocks, ScheduledBatch, ScheduledSequence
+from engine.block_hash import BlockIdentity
+from engine.block_manager import BlockManager
+from engine.block_tables import BlockTables
+from engine.config import CacheConfig, SchedulerConfig
+from engine.errors import QueueFull, RequestError
+from engine.request import Request, RequestKind, RequestStatus
+
+_QUEUED = (RequestStatus.WAITING, RequestStatus.RUNNING)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    running: int
+    waiting: int
+    awaiting_kv: int
+    held: int
+    waiting_tokens: int
+    """To be computed here before all that wait or run can decode."""
+    preemptions: int
+    """Since the start."""
+
+
+class Scheduler:
+    """Continuous batching under a token budget and a block budget, first come first served.
+
+    There is no prefill phase and no decode phase: each request has tokens known and tokens computed, and every step
+    lets the second catch up with the first.
+
+    Where a live request is (checked by `check_integrity`); `_live` has them all:
+      WAITING in `_waiting`, first to be admitted first; AWAITING_KV in `_awaiting_kv`; RUNNING in `_running`; HELD in
+      none of the three.
+
+    Why there is no deadlock. A request is admitted only with blocks for all known tokens and one to grow into, so a
+    prompt is never stuck half computed, and a hand-over needs nothing more from this pool. When a running request
+    must grow and no block is free, the latest-accepted running one goes back to the queue, so the oldest ends up with
+    every block that running requests hold, and it fits: larger ones are refused at the door. Only blocks that a link
+    touches (AWAITING_KV, HELD, quarantine, and PREFILL, which is never preempted) can keep the oldest waiting. None of
+    them waits for blocks, and each ends by a deadline outside: the ticket's lease, the sender's deadline, the fence
+    of the link. Meanwhile nobody is admitted, so what comes free goes to the oldest.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        block_manager: BlockManager,
+        identity: BlockIdentity,
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._cache_config = cache_config
+        self._max_model_len = max_model_len
+        self._tables = BlockTables(cache_config, block_manager, identity)
+        self._live: dict[str, Request] = {}
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._awaiting_kv: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}
+        self._num_accepted = 0
+        self._num_preemptions = 0
+        self._blocked = False
+        """The last step found nothing to do, and nothing has changed since."""
+
+    def add(self, request: Request) -> None:
+        """Accept a request into the queue.
+
+        Raises `RequestError` if it can never be served here, `QueueFull` if too many wait; then nothing has changed.
+        """
+        self._check_fits(request)
+        if len(self._waiting) >= self._config.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} requests are waiting, max_waiting is {self._config.max_waiting}")
+        if request.kind is RequestKind.DECODE:
+            request.adoption = Adoption(num_tokens=len(request.token_ids))
+        self._num_accepted += 1
+        request.queue_number = self._num_accepted
+        self._live[request.request_id] = request
+        self._waiting[request.request_id] = request
+        self._blocked = False
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose what the next step computes: decode first, then prompts, then whoever can be admitted.
+
+        Changes queues and block tables accordingly. The chosen tokens count as computed once `computed` says so.
+        """
+        may_admit = self._make_room()
+        batch = _Batch(self._config.max_num_batched_tokens, self._cache_config.block_size)
+        running = self._running_by_age()
+        for request in running:
+            if request.num_uncomputed_tokens == 1:
+                batch.take(request)
+        for request in running:
+            if request.num_uncomputed_tokens > 1:
+                batch.take(request)
+        while may_admit and (admitted := self._admit_next(batch)):
+            batch.take(admitted)
+        self._blocked = not batch.sequences
+        return ScheduledBatch(tuple(batch.sequences), tuple(batch.granted))
+
+    def computed(self, sequence: ScheduledSequence) -> None:
+        """The KV of a scheduled sequence's tokens is in its blocks."""
+        sequence.request.num_computed_tokens += sequence.num_tokens
+        self._tables.publish(sequence.request)
+
+    def adopt(self, request: Request, ordinal: int) -> None:
+        """The KV of one missing block arrived and was verified. Ignored once the request waits for it no more."""
+        adoption = request.adoption
+        if request.status is not RequestStatus.AWAITING_KV or adoption is None:
+            return
+        if adoption.given_up or ordinal not in adoption.missing:
+            return
+        self._tables.close_transfer(request, (ordinal,))
+        adoption.adopt(ordinal)
+        self._settle(request, adoption)
+
+    def start(self, request: Request) -> None:
+        """`request.token_ids` has all that the router knows. Ignored if it was started before."""
+        if request.adoption is not None:
+            request.adoption.started = True
+            self._settle(request, request.adoption)
+
+    def give_up_transfer(self, request: Request) -> None:
+        """Keep what has arrived up to the first gap, and compute the rest. Ignored if there is nothing to give up."""
+        adoption = request.adoption
+        if adoption is None or adoption.given_up or request.status is RequestStatus.HELD:
+            return
+        self._tables.close_transfer(request, adoption.missing)
+        adoption.given_up = True
+        self._settle(request, adoption)
+
+    def hold(self, request: Request) -> None:
+        """Compute no more for it, but keep its blocks for the link; they go with `finish`."""
+        self._leave_queues(request)
+        request.transition(RequestStatus.HELD)
+
+    def fail(self, request: Request) -> None:
+        """The request cannot go on. Its blocks are freed, or held if a link may touch them."""
+        sending = request.kind is RequestKind.PREFILL and request.block_table and not request.transfer_over
+        if sending or request.status is RequestStatus.AWAITING_KV:
+            self.hold(request)
+        else:
+            self.finish(request)
+
+    def finish(self, request: Request, busy_slots: Collection[int] = ()) -> None:
+        """Forget a live request, wherever it is, and free its blocks. `busy_slots` stay in quarantine until `quiet`."""
+        self._leave_queues(request)
+        del self._live[request.request_id]
+        request.transition(RequestStatus.FINISHED)
+        self._tables.free(request, busy_slots)
+
+    def quiet(self, slots: Iterable[int]) -> None:
+        """No link touches these slots any more on behalf of one request that finished with them busy."""
+        self._tables.quiet(slots)
+        self._blocked = False
+
+    def get(self, request_id: str) -> Request | None:
+        return self._live.get(request_id)
+
+    @property
+    def live(self) -> Collection[Request]:
+        """All that are not FINISHED, oldest first."""
+        return self._live.values()
+
+    def has_work(self) -> bool:
+        """Whether `schedule` may find something to do, now or in the steps that follow, without any other call."""
+        return not self._blocked and bool(self._running or self._waiting)
+
+    def stats(self) -> QueueStats:
+        computing = [r for r in self._live.values() if r.status in _QUEUED and not _kv_will_come(r)]
+        tokens = (request.num_uncomputed_tokens for request in computing)
+        num_held = len(self._live) - len(self._running) - len(self._waiting) - len(self._awaiting_kv)
+        return QueueStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            awaiting_kv=len(self._awaiting_kv),
+            held=num_held,
+            waiting_tokens=sum(count for count in tokens if count > 1),
+            preemptions=self._num_preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Re-derive the invariants of the queues, the block tables and the pool."""
+        queues = (
+            (self._waiting, RequestStatus.WAITING),
+            (self._awaiting_kv, RequestStatus.AWAITING_KV),
+            (self._running, RequestStatus.RUNNING),
+        )
+        for queue, status in queues:
+            expected = {request.request_id for request in self._live.values() if request.status is status}
+            assert queue.keys() == expected, f"{status.value}: queued {sorted(queue)}, by status {sorted(expected)}"
+        assert len(self._running) + len(self._awaiting_kv) <= self._config.max_num_seqs
+        for request in self._live.values():
+            room = len(request.block_table) * self._cache_config.block_size
+            assert request.num_computed_tokens <= min(room, len(request.token_ids)), f"{request.request_id} lacks KV"
+            assert request.status is not RequestStatus.WAITING or not request.block_table
+        self._tables.check_integrity(self._live.values())
+
+    def _make_room(self) -> bool:
+        """Give each running request, oldest first, blocks for its known tokens, taking them from the latest.
+
+        Returns whether nobody had to give way or to wait; only then may others be admitted.
+        """
+        all_have_room = True
+        for request in self._running_by_age():
+            while request.status is RequestStatus.RUNNING and not self._tables.grow(request):
+                all_have_room = False
+                victim = self._latest_preemptible()
+                if victim is None:
+                    break  # `request` is the oldest and links hold the rest: it sits this step out
+                self._preempt(victim)
+        return all_have_room
+
+    def _latest_preemptible(self) -> Request | None:
+        """Never the oldest, so that something always gets ahead; never one whose blocks a link may be reading."""
+        candidates = self._running_by_age()[1:]
+        return next((r for r in reversed(candidates) if r.kind is not RequestKind.PREFILL), None)
+
+    def _preempt(self, request: Request) -> None:
+        """Free the blocks and compute all again later, from whatever the prefix cache keeps. Its tokens stay."""
+        del self._running[request.request_id]
+        request.transition(RequestStatus.WAITING)
+        self._tables.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        self._waiting[request.request_id] = request
+        self._waiting.move_to_end(request.request_id, last=False)
+
+    def _admit_next(self, batch: _Batch) -> Request | None:
+        """Give the first in the queue its blocks, or return None: nobody overtakes it."""
+        request = next(iter(self._waiting.values()), None)
+        if request is None or len(self._running) + len(self._awaiting_kv) >= self._config.max_num_seqs:
+            return None
+        adoption = request.adoption
+        if adoption is None and batch.budget == 0:
+            return None  # later it may find more of its prompt in the cache
+        if not self._tables.admit(request):
+            return None
+        del self._waiting[request.request_id]
+        if adoption is None:
+            self._run(request)
+        else:
+            request.transition(RequestStatus.AWAITING_KV)
+            self._awaiting_kv[request.request_id] = request
+            batch.granted.append(GrantedBlocks(request, self._tables.open_transfer(request, adoption)))
+            self._settle(request, adoption)
+        return request
+
+    def _settle(self, request: Request, adoption: Adoption) -> None:
+        """Take stock of what is resident, and run the request if it waits for nothing more.
+
+        At least the last token known is left to compute: its logits give the next. That is the router's first token,
+        whose KV nobody has; or the last of the prompt, if the prefill worker died before it told that token.
+        """
+        if request.status is not RequestStatus.AWAITING_KV:
+            return
+        resident = adoption.resident_tokens(self._cache_config.block_size)
+        request.num_computed_tokens = min(resident, len(request.token_ids) - 1)
+        self._tables.publish(request)
+        if adoption.settled:
+            request.num_recomputed_tokens = adoption.num_tokens - request.num_computed_tokens
+            request.adoption = None
+            del self._awaiting_kv[request.request_id]
+            self._run(request)
+        self._blocked = False
+
+    def _run(self, request: Request) -> None:
+        request.transition(RequestStatus.RUNNING)
+        self._running[request.request_id] = request
+
+    def _leave_queues(self, request: Request) -> None:
+        for queue in (self._waiting, self._awaiting_kv, self._running):
+            queue.pop(request.request_id, None)
+        self._blocked = False
+
+    def _running_by_age(self) -> list[Request]:
+        return sorted(self._running.values(), key=lambda request: request.queue_number)
+
+    def _check_fits(self, request: Request) -> None:
+        if request.request_id in self._live:
+            raise RequestError("request_id", f"{request.request_id!r} is live already")
+        num_prompt, max_tokens = request.num_prompt_tokens, request.params.max_tokens
+        if num_prompt + max_tokens > self._max_model_len:
+            raise RequestError(
+                "max_tokens",
+                f"{num_prompt} prompt tokens and max_tokens {max_tokens} exceed max_model_len {self._max_model_len}",
+            )
+        if request.num_output_tokens >= max_tokens:
+            raise RequestError("max_tokens", f"{max_tokens}, but {request.num_output_tokens} were drawn already")
+        needed = self._cache_config.blocks_for(request.max_kv_tokens)
+        if needed > self._cache_config.num_blocks:
+            raise RequestError(
+                "max_tokens",
+                f"{num_prompt} prompt tokens and max_tokens {max_tokens} may need {needed} blocks of "
+                f"{self._cache_config.block_size} tokens; the pool has {self._cache_config.num_blocks}",
+            )
+
+
+class _Batch:
+    """A step's decision while it is being made."""
+
+    def __init__(self, budget: int, block_size: int) -> None:
+        self.budget = budget
+        self.sequences: list[ScheduledSequence] = []
+        self.granted: list[GrantedBlocks] = []
+        self._block_size = block_size
+
+    def take(self, request: Request) -> None:
+        """As many of the request's uncomputed tokens as budget and blocks allow; none unless it is running."""
+        if request.status is not RequestStatus.RUNNING:
+            return
+        room = len(request.block_table) * self._block_size - request.num_computed_tokens
+        count = min(request.num_uncomputed_tokens, self.budget, room)
+        if count > 0:
+            self.budget -= count
+            self.sequences.append(ScheduledSequence(request, count, count == request.num_uncomputed_tokens))
+
+
+def _kv_will_come(request: Request) -> bool:
+    return request.adoption is not None and not request.adoption.given_up

@@ -1,0 +1,41 @@
+"""How the KV blocks of a prompt get from the prefill worker (P) that computed them into a decode worker's pool (D).
+
+The hand-over of one request, in order:
+
+    D  table.open(ticket)             reserves a slot for each missing block: ordinal, slot, generation, expected hash;
+                                      a lease of at most 5 s runs from here on           reservation.py
+    P  sender.open(request, ticket)   finds the link to D or opens it in the background  sender.py, link.py
+    P  sender.send(blocks)            as prefill completes them; ordinals that the ticket does not ask for are skipped
+       BLOCK ->                       ticket, incarnation, ordinal, slot, generation, hash, digest
+    D  table.begin_write              all of them must be what the ticket says, else NACK; grants the slot
+    D  copy, digest                   the bytes come into the slot, then are compared with the sender's digest
+    D  table.end_write                the block is adopted, unless the ticket ended meanwhile: then the slot is quiet
+       <- ACK                         P may reuse the source block
+    P  sender.finish(request)         FINISH -> ; once every block is acknowledged: transfer_done
+    D  table.close(ticket)            says which slots are still being written: quarantined until they are quiet
+
+What can go wrong, and who notices:
+
+    a block is not what was agreed    NACK; transfer_failed at P, block_refused at D; the link lives on
+    P dies, or its link breaks        D's link thread sees the end of the stream: link_lost for its open tickets
+    P freezes                         nothing renews the lease: table.expire. Frames it sends after it wakes up name
+                                      a ticket that is over, and are refused
+    D dies                            P's link sees the end of the stream: transfer_failed(LinkClosed)
+    D freezes                         nothing is acknowledged for `progress_timeout_s`: the link is torn down, the same
+    the request is cancelled          at P: sender.abort, ABORT -> , link_lost at D. At D: table.close; P learns it
+                                      from the refusal of its next block or renewal
+
+A link is one connected socket for one (P, D incarnation) pair and carries all their requests, block by block in turn.
+Its control frames are length-prefixed msgpack with a closed schema (frames.py). Two transports differ only in where
+the payload of a block comes from: `shm` (transport_shm.py) and `tcp` (transport_tcp.py).
+
+**Why the receiver copies.** On one host P could write into D's pool directly, which is as fast. But a one-sided writer
+that stops in the middle (a scheduler pause, SIGSTOP, a debugger) and comes back later writes into whatever the slot
+holds by then, and nobody can take that write back. So P's pool is mapped *read-only* into D, and D makes the copy: no
+process can ever write into another's memory, D knows at every moment which of its slots are being written, and a
+frozen P is harmless. What is left is the mirror image: P may reuse a source block while D still reads it, because P's
+transfer was aborted. Then D has copied bytes that are not what P announced, and the digest, taken by P before it sent
+the frame and compared by D after the copy, says so.
+
+A ticket id is the permission to write. Whoever makes one must make it unguessable.
+"""

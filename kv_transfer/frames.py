@@ -1,0 +1,282 @@
+"""The frames of a link: a closed schema over msgpack. Knows no socket, and nothing of what a frame leads to.
+
+On the wire: length (u32 LE) || msgpack array [kind, field, ...], fields in the order of the dataclass. After a `Block`
+without `offset` follow `length` raw bytes. HELLO, WELCOME and REFUSED keep their fields for ever, so that two versions
+can always tell each other why they cannot talk; everything else belongs to the version that was agreed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any
+
+import msgpack
+
+from engine.block_hash import HASH_BYTES
+from engine.errors import ProtocolError
+from kv_transfer.digest import DIGEST_BYTES
+from kv_transfer.identity import FINGERPRINT_BYTES, MAX_ID_BYTES
+
+PROTOCOL_VERSION = 1
+OLDEST_PROTOCOL_VERSION = 1
+"""That this version still speaks: N-1, once there is one."""
+
+LENGTH_BYTES = 4
+MAX_FRAME_BYTES = 16 * 1024
+"""Of the msgpack part. A longer claim ends the connection before anything is allocated for it."""
+MAX_RENEWED_TICKETS = 64
+MAX_ACKED_ORDINALS = 256
+MAX_MESSAGE_BYTES = 512
+_MAX_CAPABILITIES = 16
+_MAX_NAME_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """P to D, first."""
+
+    protocol: int
+    """Newest that P speaks."""
+    oldest_protocol: int
+    worker_id: str
+    incarnation: str
+    target_worker_id: str
+    """Whom P wants: an address may since belong to somebody else."""
+    target_incarnation: str
+    fingerprint: bytes
+    layout: dict[str, Any]
+    transport: str
+    num_blocks: int
+    """In P's pool."""
+    capabilities: tuple[str, ...]
+    """Optional features; unknown ones are ignored. None are defined yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    protocol: int
+    """Agreed on."""
+    capabilities: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    code: str
+    """One of `kv_transfer.link.RefusalCode`."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """P to D: one block is complete, and here it is."""
+
+    ticket_id: str
+    incarnation: str
+    """Of D, as the ticket says."""
+    ordinal: int
+    slot: int
+    generation: int
+    hash: bytes
+    digest: bytes
+    offset: int | None
+    """Of the block in P's pool; None if the payload follows this frame."""
+    length: int
+    """Of the payload, bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """P to D: all `count` blocks of the ticket were sent."""
+
+    ticket_id: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renew:
+    """P to D: these tickets are still wanted. Also the first that D hears of a ticket on this link."""
+
+    ticket_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """P to D: no more blocks of this ticket will come."""
+
+    ticket_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    """D to P: these blocks are adopted."""
+
+    ticket_id: str
+    ordinals: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nack:
+    """D to P: a block was refused, or (without `ordinal`) the whole ticket."""
+
+    ticket_id: str
+    ordinal: int | None
+    error: str
+    """Class name of a `TransferError`."""
+    message: str
+
+
+Frame = Hello | Welcome | Refused | Block | Finish | Renew | Abort | Ack | Nack
+
+
+class _Invalid(Exception):
+    """A field's value breaks its rule; the message is the rule."""
+
+
+_Check = Callable[[Any], Any]
+
+
+def clipped(message: str) -> str:
+    """`message`, cut to what `Refused.message` and `Nack.message` may hold."""
+    return message.encode("utf-8", "replace")[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore")
+
+
+def _utf8(value: str) -> bytes:
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise _Invalid("text without lone surrogates") from None
+
+
+def _number(bits: int) -> _Check:
+    def check(value: Any) -> Any:
+        if type(value) is not int or not 0 <= value < 1 << bits:
+            raise _Invalid(f"an integer in [0, 2^{bits})")
+        return value
+
+    return check
+
+
+def _text(max_bytes: int) -> _Check:
+    def check(value: Any) -> Any:
+        if type(value) is not str or len(_utf8(value)) > max_bytes:
+            raise _Invalid(f"text of at most {max_bytes} bytes")
+        return value
+
+    return check
+
+
+def _blob(size: int) -> _Check:
+    def check(value: Any) -> Any:
+        if type(value) is not bytes or len(value) != size:
+            raise _Invalid(f"{size} bytes")
+        return value
+
+    return check
+
+
+def _optional(inner: _Check) -> _Check:
+    def check(value: Any) -> Any:
+        return None if value is None else inner(value)
+
+    return check
+
+
+def _tuple(inner: _Check, max_items: int) -> _Check:
+    def check(value: Any) -> Any:
+        if type(value) not in (tuple, list) or len(value) > max_items:
+            raise _Invalid(f"a list of at most {max_items} items")
+        return tuple(inner(item) for item in value)
+
+    return check
+
+
+def _flat_map(value: Any) -> Any:
+    """Keys are text; `KvLayout.from_wire` judges the rest."""
+    if type(value) is not dict or len(value) > 16:
+        raise _Invalid("a map of at most 16 entries")
+    for key, item in value.items():
+        if type(key) is not str or type(item) not in (int, str):
+            raise _Invalid("a map from text to integers and texts")
+    return value
+
+
+_U32, _U64 = _number(32), _number(64)
+_ID, _NAME = _text(MAX_ID_BYTES), _text(_MAX_NAME_BYTES)
+_MESSAGE = _text(MAX_MESSAGE_BYTES)
+_FEATURES = _tuple(_NAME, _MAX_CAPABILITIES)
+_HASH = _blob(HASH_BYTES)
+
+_CHECKS: dict[type[Frame], tuple[_Check, ...]] = {
+    Hello: (_U32, _U32, _ID, _ID, _ID, _ID, _blob(FINGERPRINT_BYTES), _flat_map, _NAME, _U64, _FEATURES),
+    Welcome: (_U32, _FEATURES),
+    Refused: (_NAME, _MESSAGE),
+    Block: (_ID, _ID, _U32, _U32, _U64, _HASH, _blob(DIGEST_BYTES), _optional(_U64), _U32),
+    Finish: (_ID, _U32),
+    Renew: (_tuple(_ID, MAX_RENEWED_TICKETS),),
+    Abort: (_ID,),
+    Ack: (_ID, _tuple(_U32, MAX_ACKED_ORDINALS)),
+    Nack: (_ID, _optional(_U32), _NAME, _MESSAGE),
+}
+"""A rule for each field, in the order of the fields. The order of the classes is their number on the wire, from 1."""
+
+_CLASSES = list(_CHECKS)
+_KINDS = {cls: number for number, cls in enumerate(_CLASSES, start=1)}
+_NAMES = {cls: tuple(field.name for field in fields(cls)) for cls in _CLASSES}
+_VALUES: dict[type[Frame], Callable[[Frame], Any]] = {cls: attrgetter(*names) for cls, names in _NAMES.items()}
+
+
+def encode(frame: Frame) -> bytes:
+    """Length and msgpack part. Raises `ProtocolError` if a field breaks the schema."""
+    cls = type(frame)
+    values = _VALUES[cls](frame)
+    checked = _checked(cls, values if len(_NAMES[cls]) > 1 else (values,))
+    body: bytes = msgpack.packb([_KINDS[cls], *checked])
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def body_length(prefix: bytes | bytearray | memoryview) -> int:
+    """What the 4 bytes before a frame claim. Raises `ProtocolError` if no frame is that long."""
+    length = int.from_bytes(prefix, "little")
+    if not 0 < length <= MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {length} bytes is announced, allowed are 1 to {MAX_FRAME_BYTES}")
+    return length
+
+
+def decode(body: bytes | bytearray | memoryview) -> Frame:
+    """A frame from its msgpack part. Whatever the bytes are, the only error is `ProtocolError`."""
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame has {len(body)} bytes, allowed are {MAX_FRAME_BYTES}")
+    try:
+        items = msgpack.unpackb(
+            body,
+            max_str_len=MAX_MESSAGE_BYTES,
+            max_bin_len=MAX_ID_BYTES,
+            max_array_len=MAX_ACKED_ORDINALS,
+            max_map_len=16,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"a frame is no msgpack within the limits: {error}") from error
+    if type(items) is not list or not items or type(items[0]) is not int:
+        raise ProtocolError("a frame must be a list that begins with its kind")
+    kind = items.pop(0)
+    if not 0 < kind <= len(_CLASSES):
+        raise ProtocolError(f"frame kind {kind} is unknown")
+    cls = _CLASSES[kind - 1]
+    frame: Frame = cls(**dict(zip(_NAMES[cls], _checked(cls, items), strict=True)))
+    return frame
+
+
+def _checked(cls: type[Frame], values: tuple[Any, ...] | list[Any]) -> list[Any]:
+    checks = _CHECKS[cls]
+    if len(values) != len(checks):
+        raise ProtocolError(f"{cls.__name__} has {len(values)} fields, expected {len(checks)}")
+    result = []
+    for name, check, value in zip(_NAMES[cls], checks, values, strict=True):
+        try:
+            result.append(check(value))
+        except _Invalid as error:
+            raise ProtocolError(f"{cls.__name__}.{name} must be {error}") from None
+    return result

@@ -1,0 +1,104 @@
+"""Who a worker is on a link, and where its links are reached. Opens no socket."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from dataclasses import astuple, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import msgpack
+
+from engine.errors import ConfigError, ProtocolError
+from engine.kv_layout import KvLayout
+
+SHM = "shm"
+TCP = "tcp"
+TRANSPORTS = (SHM, TCP)
+"""All that we know, the preferred one first."""
+
+MAX_ID_BYTES = 128
+"""Of a worker id, incarnation or ticket id, in UTF-8."""
+FINGERPRINT_BYTES = 32
+MAX_ENDPOINT_BYTES = 1024
+_HOST_ID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerIdentity:
+    """A worker, as its peers compare it. A restarted worker has a new `incarnation` and is a new peer."""
+
+    worker_id: str
+    incarnation: str
+    fingerprint: bytes
+    """Of the model, 32 bytes."""
+    layout: KvLayout
+
+    def __post_init__(self) -> None:
+        for name in ("worker_id", "incarnation"):
+            if not 0 < len(getattr(self, name).encode()) <= MAX_ID_BYTES:
+                raise ConfigError(f"{name} must have 1 to {MAX_ID_BYTES} bytes, got {getattr(self, name)!r}")
+        if len(self.fingerprint) != FINGERPRINT_BYTES:
+            raise ConfigError(f"fingerprint must be {FINGERPRINT_BYTES} bytes, got {len(self.fingerprint)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEndpoint:
+    """Where a decode worker accepts links. Routers carry its encoded form without reading it."""
+
+    host_id: bytes
+    """See `host_id()`."""
+    unix_name: bytes | None
+    """Abstract Unix socket, with its leading zero byte; None where there are none."""
+    host: str
+    port: int
+    transports: tuple[str, ...]
+    """That the worker accepts; names that we do not know are of a newer version, and ignored."""
+
+    def encode(self) -> bytes:
+        data: bytes = msgpack.packb(list(astuple(self)))
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes) -> LinkEndpoint:
+        """Raises `ProtocolError` naming the field that is out of range."""
+        if len(data) > MAX_ENDPOINT_BYTES:
+            raise ProtocolError(f"link endpoint has {len(data)} bytes, at most {MAX_ENDPOINT_BYTES} are allowed")
+        try:
+            fields = msgpack.unpackb(data, max_map_len=0, max_ext_len=0, max_array_len=16)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"link endpoint is no msgpack: {error}") from error
+        match fields:
+            case [
+                bytes(host),
+                None | bytes() as unix_name,
+                str(tcp_host),
+                int(port),
+                list(transports),
+            ] if all(isinstance(name, str) for name in transports):
+                pass
+            case _:
+                raise ProtocolError("link endpoint has not the fields host_id, unix_name, host, port, transports")
+        if len(host) != _HOST_ID_BYTES:
+            raise ProtocolError(f"link endpoint: host_id must be {_HOST_ID_BYTES} bytes, got {len(host)}")
+        if unix_name is not None and (not unix_name.startswith(b"\0") or len(unix_name) > 107):
+            raise ProtocolError("link endpoint: unix_name must be an abstract name of at most 107 bytes")
+        if isinstance(port, bool) or not 0 < port < 65536:
+            raise ProtocolError(f"link endpoint: port must be in [1, 65535], got {port}")
+        return cls(host_id=host, unix_name=unix_name, host=tcp_host, port=port, transports=tuple(transports))
+
+
+def host_id() -> bytes:
+    """16 bytes, equal in two processes if and only if one can reach the other's abstract Unix sockets.
+
+    Those live in a network namespace of one boot of one kernel, so that is what is hashed: equal host names, or
+    equal addresses behind a translator, prove nothing. Where there is no such thing, a value that equals no other.
+    """
+    if sys.platform != "linux":
+        return secrets.token_bytes(_HOST_ID_BYTES)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    namespace = os.stat("/proc/self/ns/net")
+    text = b"%s/%d/%d" % (boot, namespace.st_dev, namespace.st_ino)
+    return sha256(text).digest()[:_HOST_ID_BYTES]

@@ -1,0 +1,24 @@
+"""What a link needs of a KV pool. `engine.kv_cache.KvCache` is one; tests bring smaller ones."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.kv_layout import KvLayout
+
+
+class KvPool(Protocol):
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def fd(self) -> int | None:
+        """Of the memory file that holds the pool from its first byte, or None where there is none to share."""
+        ...
+
+    def block(self, block: int) -> memoryview:
+        """The bytes of one block, writable, `layout.block_bytes` long, no copy."""
+        ...

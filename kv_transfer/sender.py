@@ -1,0 +1,327 @@
+"""The prefill worker's side: opens links to decode workers and sends blocks while prefill computes them.
+
+A link has two threads. The writer connects, then does what `OutgoingTransfers` says, deadlines and lease renewals
+included, and alone reads source blocks. The reader takes in the answers. Either may report the end of a transfer, once
+the writer has none of its blocks in hand; when a link ends, the writer reports all that is left.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine import errors
+from engine.block_hash import HASH_BYTES
+from engine.errors import DeadlineExceeded, EngineError, InternalError, LinkClosed, ProtocolError, TransferError
+from kv_transfer.digest import digest
+from kv_transfer.frame_socket import FrameSocket
+from kv_transfer.frames import Ack, Block, Frame, Nack, Renew, encode
+from kv_transfer.identity import LinkEndpoint, PeerIdentity
+from kv_transfer.link import LinkSettings, OutgoingLink, connect
+from kv_transfer.pool import KvPool
+from kv_transfer.stats import Counters, SenderStats, TransferStats
+from kv_transfer.transfers import OutgoingBlock, OutgoingTransfers, SendBlock, TicketInfo
+
+__all__ = ["KvSender", "OutgoingBlock", "SenderListener", "TicketInfo"]
+
+_LinkKey = tuple[str, str, bytes]
+"""(worker id, incarnation, encoded endpoint)"""
+
+
+class SenderListener(Protocol):
+    """Called on link threads. For every transfer exactly one of the two, after which no thread of this process reads
+    its source blocks. Must not wait for the sender."""
+
+    def transfer_done(self, request_id: str, stats: TransferStats) -> None: ...
+
+    def transfer_failed(self, request_id: str, error: EngineError) -> None:
+        """`TransferError`, or `RequestCancelled` after `abort`, or `DeadlineExceeded`."""
+        ...
+
+
+class KvSender:
+    """All links of one prefill worker. Every method may be called from any thread; only `close` waits."""
+
+    def __init__(
+        self, identity: PeerIdentity, kv: KvPool, listener: SenderListener, settings: LinkSettings | None = None
+    ) -> None:
+        self._identity = identity
+        self._kv = kv
+        self._listener = listener
+        self._settings = settings or LinkSettings()
+        self._counters = Counters()
+        self._lock = threading.Lock()
+        """Guards everything below, and the transfers of every link."""
+        self._links: dict[_LinkKey, _SenderLink] = {}
+        self._threads: set[_SenderLink] = set()
+        """Links whose threads may still run; those in `_links` and the ones that are ending."""
+        self._requests: dict[str, _SenderLink] = {}
+        self._closed = False
+
+    def open(self, request_id: str, ticket: TicketInfo, deadline: float) -> None:
+        """Begin a transfer that must end by `deadline` (monotonic). From now on the ticket's lease is renewed.
+
+        The link is opened in the background if there is none; if that fails, so does the transfer. Raises
+        `InternalError` if the request has an open transfer, `LinkClosed` if the sender is closed; nothing begins then.
+        """
+        key = (ticket.worker_id, ticket.incarnation, ticket.endpoint)
+        with self._lock:
+            if self._closed:
+                raise LinkClosed("the sender is closed")
+            if request_id in self._requests:
+                raise InternalError(f"request {request_id} has an open transfer already")
+            link = self._links.get(key)
+            if link is None or link.ending:
+                link = _SenderLink(self, ticket)
+            link.transfers.open(request_id, ticket, deadline, time.monotonic())
+            self._requests[request_id] = link
+            if link not in self._threads:
+                self._links[key] = link
+                self._threads.add(link)
+                link.start()
+            link.changed.notify()
+
+    def send(self, request_id: str, blocks: Sequence[OutgoingBlock]) -> None:
+        """Queue completed blocks. Those that the ticket does not ask for, or has been given, are skipped.
+
+        The source blocks must stay as they are until the transfer ends. Ignored if the transfer has ended. Raises
+        `InternalError`, and queues none, if one is no block of the pool or its hash has not 32 bytes.
+        """
+        for block in blocks:
+            if not 0 <= block.source_block < self._kv.num_blocks or len(block.hash) != HASH_BYTES:
+                raise InternalError(f"{block} is no block of this pool of {self._kv.num_blocks}")
+        with self._lock:
+            if (link := self._requests.get(request_id)) is not None:
+                link.transfers.send(request_id, blocks)
+                link.changed.notify()
+
+    def finish(self, request_id: str) -> None:
+        """No more blocks will come. Ignored if the transfer has ended."""
+        with self._lock:
+            if (link := self._requests.get(request_id)) is not None:
+                link.transfers.finish(request_id)
+                link.changed.notify()
+
+    def abort(self, request_id: str) -> None:
+        """End a transfer; `transfer_failed(RequestCancelled)` follows. Ignored if it has ended."""
+        with self._lock:
+            if (link := self._requests.get(request_id)) is not None:
+                link.transfers.abort(request_id)
+                link.changed.notify()
+
+    def stats(self) -> SenderStats:
+        with self._lock:
+            links_open, transfers_open = len(self._threads), len(self._requests)
+        counters = self._counters
+        return SenderStats(
+            links_open=links_open,
+            links_connected=counters.by_label("links_connected"),
+            links_lost=counters.by_label("links_lost"),
+            fallbacks=counters.total("fallbacks"),
+            transfers_open=transfers_open,
+            transfers_done=counters.total("transfers_done"),
+            transfers_failed=counters.by_label("transfers_failed"),
+            blocks_acked=counters.total("blocks_acked"),
+            bytes_acked=counters.total("blocks_acked") * self._kv.layout.block_bytes,
+            renewals=counters.total("renewals"),
+            answers_ignored=counters.total("answers_ignored"),
+        )
+
+    def check_integrity(self) -> None:
+        with self._lock:
+            assert sum(len(link.transfers) for link in self._threads) == len(self._requests), "a transfer has no link"
+            assert set(self._links.values()) <= self._threads
+
+    def close(self, timeout_s: float) -> None:
+        """End all links and, with `LinkClosed`, their transfers; they are reported before this returns.
+
+        Raises `DeadlineExceeded` if a link thread is still running after `timeout_s`: then source blocks may be read.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._closed = True
+            links = list(self._threads)
+        for link in links:
+            link.end(LinkClosed("the sender is closed"))
+        for link in links:
+            link.join(deadline)
+
+
+class _SenderLink:
+    """One link and its two threads."""
+
+    def __init__(self, sender: KvSender, ticket: TicketInfo) -> None:
+        self._sender = sender
+        self._settings = sender._settings
+        self._key = (ticket.worker_id, ticket.incarnation, ticket.endpoint)
+        self.transfers = OutgoingTransfers(sender._kv.layout.block_bytes, sender._settings)
+        self.changed = threading.Condition(sender._lock)
+        self._connection: FrameSocket | None = None
+        self._error: TransferError | None = None
+        """Why the link ends; the first reason counts."""
+        self._writer = threading.Thread(target=self._write, name=f"kv-send-{ticket.worker_id}", daemon=True)
+
+    @property
+    def ending(self) -> bool:
+        return self._error is not None
+
+    def start(self) -> None:
+        self._writer.start()
+
+    def end(self, error: TransferError) -> None:
+        """Wake both threads up, and let them stop."""
+        with self.changed:
+            self._error = self._error or error
+            connection = self._connection
+            self.changed.notify()
+        if connection is not None:
+            connection.shut_down()
+
+    def join(self, deadline: float) -> None:
+        self._writer.join(max(0.0, deadline - time.monotonic()))
+        if self._writer.is_alive():
+            raise DeadlineExceeded(f"thread {self._writer.name} is still running")
+
+    def _write(self) -> None:
+        error: TransferError = LinkClosed("the link's thread ended by a fault")
+        reader: threading.Thread | None = None
+        link: OutgoingLink | None = None
+        try:
+            link = self._connect()
+            name = f"{self._writer.name}-answers"
+            reader = threading.Thread(target=self._read, args=(link.connection,), name=name, daemon=True)
+            reader.start()
+            self._send_until_ended(link)
+        except TransferError as failure:
+            error = failure
+        finally:
+            self._tear_down(error, link, reader)
+
+    def _connect(self) -> OutgoingLink:
+        sender = self._sender
+        worker_id, incarnation, endpoint = self._key
+        link = connect(
+            sender._identity, (worker_id, incarnation), LinkEndpoint.decode(endpoint), sender._kv, self._settings
+        )
+        sender._counters.add("links_connected", link.outlet.transport)
+        sender._counters.add("fallbacks", n=int(link.fell_back))
+        with self.changed:
+            self._connection = link.connection
+            self.transfers.transport = link.outlet.transport
+        return link
+
+    def _send_until_ended(self, link: OutgoingLink) -> None:
+        while True:
+            with self.changed:
+                step = self._next_step()
+            self._report()
+            if isinstance(step, SendBlock):
+                self._send_block(link, step)
+            elif step is not None:
+                if isinstance(step, Renew):
+                    self._sender._counters.add("renewals")
+                link.connection.send(encode(step))
+
+    def _next_step(self) -> SendBlock | Frame | None:
+        """Wait for something to send, or (None) to report. Raises what ended the link."""
+        while True:
+            if self._error is not None:
+                raise self._error
+            now = time.monotonic()
+            step = self.transfers.next_step(now)
+            if step is not None or self.transfers.has_outcomes():
+                return step
+            wake = self.transfers.next_wake()
+            self.changed.wait(None if wake is None else max(0.0, wake - now))
+
+    def _send_block(self, link: OutgoingLink, step: SendBlock) -> None:
+        source = self._sender._kv.block(step.block.source_block)
+        offset, payload = link.outlet.place(step.block.source_block, source)
+        frame = Block(
+            ticket_id=step.ticket_id,
+            incarnation=step.incarnation,
+            ordinal=step.block.ordinal,
+            slot=step.slot,
+            generation=step.generation,
+            hash=step.block.hash,
+            digest=digest(source),
+            offset=offset,
+            length=len(source),
+        )
+        link.connection.send(encode(frame), payload)
+        with self.changed:
+            self.transfers.sent(step)
+
+    def _read(self, connection: FrameSocket) -> None:
+        error: TransferError = LinkClosed("the reader ended by a fault")
+        try:
+            while True:
+                frame = connection.receive()
+                if frame is not None:
+                    self._take_in(frame)
+                    self._report()
+        except TransferError as failure:
+            error = failure
+        finally:
+            self.end(error)
+
+    def _take_in(self, frame: Frame) -> None:
+        now = time.monotonic()
+        counters = self._sender._counters
+        match frame:
+            case Ack(ticket_id=ticket_id, ordinals=ordinals):
+                with self.changed:
+                    ignored = self.transfers.acked(ticket_id, ordinals, now)
+                    self.changed.notify()
+                counters.add("blocks_acked", n=len(ordinals) - ignored)
+                counters.add("answers_ignored", n=ignored)
+            case Nack(ticket_id=ticket_id, ordinal=ordinal):
+                with self.changed:
+                    mattered = self.transfers.nacked(ticket_id, ordinal, _error_of(frame), now)
+                    self.changed.notify()
+                counters.add("answers_ignored", n=int(not mattered))
+            case _:
+                raise ProtocolError(f"a receiver sends no {type(frame).__name__}")
+
+    def _report(self) -> None:
+        """Tell the listener, without the lock, of the transfers that ended."""
+        sender = self._sender
+        while True:
+            with self.changed:
+                outcome = self.transfers.take_outcome()
+                if outcome is None:
+                    return
+                del sender._requests[outcome.request_id]
+            if outcome.error is None:
+                sender._counters.add("transfers_done")
+                sender._listener.transfer_done(outcome.request_id, outcome.stats)
+            else:
+                sender._counters.add("transfers_failed", type(outcome.error).__name__)
+                sender._listener.transfer_failed(outcome.request_id, outcome.error)
+
+    def _tear_down(self, error: TransferError, link: OutgoingLink | None, reader: threading.Thread | None) -> None:
+        """On the writer, last: nobody reads a source block any more."""
+        with self.changed:
+            self._error = error = self._error or error
+            if self._sender._links.get(self._key) is self:
+                del self._sender._links[self._key]  # the next transfer opens a new link
+            self.transfers.fail_all(error)
+        self._sender._counters.add("links_lost", type(error).__name__)
+        if link is not None:
+            link.connection.shut_down()
+            if reader is not None:
+                reader.join(self._settings.progress_timeout_s)  # it is out of `receive` at once
+            link.connection.close()
+        self._report()
+        with self.changed:
+            self._sender._threads.discard(self)
+
+
+def _error_of(frame: Nack) -> TransferError:
+    """The typed error that the receiver named; a plain `TransferError` for a name that we do not know."""
+    cls = getattr(errors, frame.error, None)
+    if isinstance(cls, type) and issubclass(cls, TransferError):
+        return cls(frame.message)
+    return TransferError(f"{frame.error}: {frame.message}")

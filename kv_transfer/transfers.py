@@ -1,0 +1,315 @@
+"""Owns the transfers that are under way on one link, seen from the sender: what to send next, and how each one ends.
+
+Decides only. `kv_transfer.sender` does what it says, tells it what came of that, and holds the lock around every call.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.errors import (
+    DeadlineExceeded,
+    EngineError,
+    InternalError,
+    LinkClosed,
+    ProtocolError,
+    RequestCancelled,
+    SlotMismatch,
+)
+from kv_transfer.frames import MAX_RENEWED_TICKETS, Abort, Finish, Frame, Renew
+from kv_transfer.identity import MAX_ID_BYTES
+from kv_transfer.link import LinkSettings
+from kv_transfer.stats import TransferStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TicketInfo:
+    """What a decode worker's ticket says to the prefill worker. Raises `ProtocolError` if it cannot be one."""
+
+    ticket_id: str
+    worker_id: str
+    incarnation: str
+    endpoint: bytes
+    """An encoded `LinkEndpoint`."""
+    blocks: Mapping[int, tuple[int, int]]
+    """Ordinal -> (slot, generation)."""
+    lease_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("ticket_id", "worker_id", "incarnation"):
+            if not 0 < len(getattr(self, name).encode("utf-8", "replace")) <= MAX_ID_BYTES:
+                raise ProtocolError(f"a ticket's {name} must have 1 to {MAX_ID_BYTES} bytes")
+        if not self.lease_s > 0:
+            raise ProtocolError(f"a ticket's lease_s must be positive, got {self.lease_s}")
+        for ordinal, (slot, generation) in self.blocks.items():
+            if not (0 <= ordinal < 1 << 32 and 0 <= slot < 1 << 32 and 0 <= generation < 1 << 64):
+                raise ProtocolError(f"a ticket asks for block {ordinal} in slot {slot} generation {generation}")
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingBlock:
+    ordinal: int
+    source_block: int
+    """Block id in the prefill worker's pool."""
+    hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlock:
+    """Send this block, then call `sent`. Its source is read until then."""
+
+    request_id: str
+    ticket_id: str
+    incarnation: str
+    block: OutgoingBlock
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a transfer ended. Its source blocks are not read any more."""
+
+    request_id: str
+    error: EngineError | None
+    stats: TransferStats
+
+
+@dataclass(slots=True)
+class _Transfer:
+    request_id: str
+    ticket: TicketInfo
+    deadline: float
+    unsent: set[int]
+    """Ordinals that the ticket asks for and nobody has given us yet."""
+    unacked: set[int]
+    queued: deque[OutgoingBlock] = field(default_factory=deque)
+    writing: bool = False
+    """The writer has a block of it in hand."""
+    finished: bool = False
+    finish_queued: bool = False
+    error: EngineError | None = None
+    first_sent: float | None = None
+    last_acked: float | None = None
+
+
+class OutgoingTransfers:
+    """Every open transfer is in exactly one state: open, or ended and (once no block of it is in hand) an `Outcome`.
+
+    Blocks leave in turn, one of each request that has any, while the unacknowledged bytes fit the budget.
+    """
+
+    def __init__(self, block_bytes: int, settings: LinkSettings) -> None:
+        self._block_bytes = block_bytes
+        self._settings = settings
+        self.transport = ""
+        self._by_request: dict[str, _Transfer] = {}
+        self._by_ticket: dict[str, _Transfer] = {}
+        self._turn: deque[_Transfer] = deque()
+        self._control: deque[Frame] = deque()
+        self._in_flight: OrderedDict[tuple[str, int], None] = OrderedDict()
+        """(ticket, ordinal) of every block that is not answered yet, in the order of sending."""
+        self._progress_at = 0.0
+        """When the first of `_in_flight` became the first. Answers come in order, so it is the next to be answered,
+        and others' answers do not excuse its lack."""
+        self._renew_at: float | None = None
+        self._next_deadline: float | None = None
+        self._outcomes: deque[Outcome] = deque()
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def open(self, request_id: str, ticket: TicketInfo, deadline: float, now: float) -> None:
+        """Raises `InternalError` if the request or the ticket is open already; nothing changes then."""
+        if request_id in self._by_request or ticket.ticket_id in self._by_ticket:
+            raise InternalError(f"request {request_id}, ticket {ticket.ticket_id} has an open transfer already")
+        transfer = _Transfer(request_id, ticket, deadline, set(ticket.blocks), set(ticket.blocks))
+        self._by_request[request_id] = self._by_ticket[ticket.ticket_id] = transfer
+        self._control.append(Renew(ticket_ids=(ticket.ticket_id,)))
+        self._renew_at = _earlier(self._renew_at, now + ticket.lease_s / 3)
+        self._next_deadline = _earlier(self._next_deadline, deadline)
+
+    def send(self, request_id: str, blocks: Iterable[OutgoingBlock]) -> None:
+        """Queue what the ticket asks for and has not been given; the rest, and all for an ended request, is ignored."""
+        transfer = self._by_request.get(request_id)
+        if transfer is None or transfer.error is not None:
+            return
+        idle = not transfer.queued
+        for block in blocks:
+            if block.ordinal in transfer.unsent:
+                transfer.unsent.discard(block.ordinal)
+                transfer.queued.append(block)
+        if idle and transfer.queued:
+            self._turn.append(transfer)
+
+    def finish(self, request_id: str) -> None:
+        """No more blocks will come. A transfer that still lacks one fails with `SlotMismatch`."""
+        transfer = self._by_request.get(request_id)
+        if transfer is None or transfer.error is not None or transfer.finished:
+            return
+        transfer.finished = True
+        if transfer.unsent:
+            self._abort(transfer, SlotMismatch(f"finished without blocks {sorted(transfer.unsent)[:8]} of the ticket"))
+            return
+        self._conclude(transfer)
+
+    def abort(self, request_id: str) -> None:
+        transfer = self._by_request.get(request_id)
+        if transfer is not None:
+            self._abort(transfer, RequestCancelled("the transfer was aborted"))
+
+    def next_step(self, now: float) -> SendBlock | Frame | None:
+        """What to send now, or None: then wait until something happens, or `next_wake`.
+
+        Raises `LinkClosed` if the receiver has not answered the block that is due for too long.
+        """
+        if self._in_flight and now >= self._progress_at + self._settings.progress_timeout_s:
+            raise LinkClosed(f"the block that is due was not answered for {self._settings.progress_timeout_s:g} s")
+        self._end_overdue(now)
+        self._renew(now)
+        if self._control:
+            return self._control.popleft()
+        in_flight = len(self._in_flight) * self._block_bytes
+        if not self._turn or (in_flight and in_flight + self._block_bytes > self._settings.max_unacked_bytes):
+            return None
+        transfer = self._turn.popleft()
+        block = transfer.queued.popleft()
+        if transfer.queued:
+            self._turn.append(transfer)
+        if not self._in_flight:
+            self._progress_at = now
+        self._in_flight[(transfer.ticket.ticket_id, block.ordinal)] = None
+        transfer.writing = True
+        if transfer.first_sent is None:
+            transfer.first_sent = now
+        slot, generation = transfer.ticket.blocks[block.ordinal]
+        ticket = transfer.ticket
+        return SendBlock(transfer.request_id, ticket.ticket_id, ticket.incarnation, block, slot, generation)
+
+    def sent(self, step: SendBlock) -> None:
+        """The writer is done with `step`."""
+        transfer = self._by_request[step.request_id]
+        transfer.writing = False
+        if transfer.error is not None:
+            self._settle(transfer)
+        else:
+            self._conclude(transfer)
+
+    def next_wake(self) -> float | None:
+        wake = _earlier(self._renew_at, self._next_deadline)
+        if self._in_flight:
+            wake = _earlier(wake, self._progress_at + self._settings.progress_timeout_s)
+        return wake
+
+    def acked(self, ticket_id: str, ordinals: Sequence[int], now: float) -> int:
+        """Returns how many of the acknowledgements were of something that is over."""
+        ignored = 0
+        transfer = self._by_ticket.get(ticket_id)
+        for ordinal in ordinals:
+            if not self._answered(ticket_id, ordinal, now):
+                ignored += 1
+            elif transfer is not None:
+                transfer.unacked.discard(ordinal)
+                transfer.last_acked = now
+        if transfer is not None and transfer.error is None:
+            self._conclude(transfer)
+        return ignored
+
+    def nacked(self, ticket_id: str, ordinal: int | None, error: EngineError, now: float) -> bool:
+        """A block, or (None) the ticket, was refused. Returns whether that still mattered."""
+        if ordinal is not None and not self._answered(ticket_id, ordinal, now):
+            return False
+        transfer = self._by_ticket.get(ticket_id)
+        # A renewal may cross the last acknowledgement: the receiver closes a complete ticket when it likes.
+        if transfer is None or transfer.error is not None or not transfer.unacked:
+            return False
+        self._fail(transfer, error)
+        return True
+
+    def fail_all(self, error: EngineError) -> None:
+        """The link is over, and nobody has a block in hand any more."""
+        for transfer in list(self._by_request.values()):
+            transfer.writing = False
+            self._fail(transfer, error)
+        self._control.clear()
+        self._in_flight.clear()
+
+    def has_outcomes(self) -> bool:
+        return bool(self._outcomes)
+
+    def take_outcome(self) -> Outcome | None:
+        """A transfer that ended; each exactly once."""
+        return self._outcomes.popleft() if self._outcomes else None
+
+    def _answered(self, ticket_id: str, ordinal: int, now: float) -> bool:
+        """Take a block out of flight. False if it is not in flight."""
+        key = (ticket_id, ordinal)
+        if key not in self._in_flight:
+            return False
+        if next(iter(self._in_flight)) == key:
+            self._progress_at = now
+        del self._in_flight[key]
+        return True
+
+    def _abort(self, transfer: _Transfer, error: EngineError) -> None:
+        if transfer.error is None:
+            self._control.append(Abort(ticket_id=transfer.ticket.ticket_id))
+            self._fail(transfer, error)
+
+    def _fail(self, transfer: _Transfer, error: EngineError) -> None:
+        if transfer.error is None:
+            transfer.error = error
+        if transfer.queued:
+            transfer.queued.clear()
+            self._turn.remove(transfer)
+        if not transfer.writing:
+            self._settle(transfer)
+
+    def _conclude(self, transfer: _Transfer) -> None:
+        """Send FINISH when the last block has left, and end the transfer when the last is acknowledged."""
+        if not transfer.finished or transfer.queued or transfer.writing:
+            return
+        if not transfer.finish_queued:
+            transfer.finish_queued = True
+            self._control.append(Finish(ticket_id=transfer.ticket.ticket_id, count=len(transfer.ticket.blocks)))
+        if not transfer.unacked:
+            self._settle(transfer)
+
+    def _settle(self, transfer: _Transfer) -> None:
+        del self._by_request[transfer.request_id]
+        del self._by_ticket[transfer.ticket.ticket_id]
+        blocks = len(transfer.ticket.blocks) - len(transfer.unacked)
+        seconds = 0.0
+        if transfer.first_sent is not None and transfer.last_acked is not None:
+            seconds = transfer.last_acked - transfer.first_sent
+        stats = TransferStats(
+            blocks=blocks, bytes=blocks * self._block_bytes, transport=self.transport, seconds=seconds
+        )
+        self._outcomes.append(Outcome(transfer.request_id, transfer.error, stats))
+
+    def _end_overdue(self, now: float) -> None:
+        if self._next_deadline is None or now < self._next_deadline:
+            return
+        for transfer in list(self._by_request.values()):
+            if transfer.deadline <= now:
+                self._abort(transfer, DeadlineExceeded("the deadline passed during the transfer"))
+        deadlines = [transfer.deadline for transfer in self._by_request.values() if transfer.error is None]
+        self._next_deadline = min(deadlines, default=None)
+
+    def _renew(self, now: float) -> None:
+        if self._renew_at is None or now < self._renew_at:
+            return
+        # What is acknowledged to the last block needs no lease any more.
+        waiting = [t.ticket for t in self._by_request.values() if t.error is None and t.unacked]
+        ids = [ticket.ticket_id for ticket in waiting]
+        for start in range(0, len(ids), MAX_RENEWED_TICKETS):
+            self._control.append(Renew(ticket_ids=tuple(ids[start : start + MAX_RENEWED_TICKETS])))
+        self._renew_at = now + min(ticket.lease_s for ticket in waiting) / 3 if waiting else None
+
+
+def _earlier(a: float | None, b: float | None) -> float | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)

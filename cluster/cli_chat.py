@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from cluster.cli import one_line
-from cluster.cli_common import router_address, router_option, timeout_option
+from cluster.cli_common import router_option, timeout_option
 from cluster.cli_generate import given_sampling, sampling_options
 from engine.errors import EngineError
 from kvrelay import DEFAULT_TIMEOUT_S, ChatMessage, Client
@@ -61,9 +61,9 @@ class Conversation:
 @sampling_options
 @click.option("--system", metavar="TEXT", default=None, help="A system message before the first one.")
 @timeout_option(DEFAULT_TIMEOUT_S)
-def chat(router: str | None, system: str | None, timeout_s: float, **options: Any) -> None:
+def chat(address: str, system: str | None, timeout_s: float, **options: Any) -> None:
     """Talk to the model. Ctrl-C cancels an answer, Ctrl-D leaves."""
-    with Client(router_address(router), timeout_s=timeout_s) as client:
+    with Client(address, timeout_s=timeout_s) as client:
         names = ", ".join(card.name for card in client.models())
         click.echo(f"{names}. {HINT}", err=True)
         conversation = Conversation(client, system, given_sampling(options))

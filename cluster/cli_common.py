@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,8 +16,16 @@ ROUTER_HELP = "HOST:PORT of a router. Default: the local cluster that `kvrelay u
 JSON_HELP = "One JSON object on stdout, nothing else there."
 
 
-def router_option(command: CommandT) -> CommandT:
-    return click.option("--router", "router", metavar="HOST:PORT", default=None, help=ROUTER_HELP)(command)
+def router_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives the command `address`, the HOST:PORT of the router to talk to."""
+
+    @click.option("--router", metavar="HOST:PORT", default=None, help=ROUTER_HELP)
+    @click.option("--cluster", metavar="NAME", default=None, help="Which local cluster, if several run.")
+    @functools.wraps(command)
+    def with_address(*, router: str | None, cluster: str | None, **arguments: Any) -> None:
+        command(address=router_address(router, cluster), **arguments)
+
+    return with_address
 
 
 def json_option(command: CommandT) -> CommandT:
@@ -29,13 +38,13 @@ def timeout_option(default_s: float) -> Callable[[CommandT], CommandT]:
     )
 
 
-def router_address(router: str | None) -> str:
-    """`router`, or the running local cluster's. Raises `ConfigError` that says what to do if there is none."""
+def router_address(router: str | None, cluster: str | None) -> str:
+    """`router`, or the local cluster's. Raises `ConfigError` that says what to do if there is none, or several."""
     if router is not None:
         return router
     from cluster.state import find_running  # only the local default needs the cluster's files
 
-    return str(find_running().router_address)
+    return find_running(cluster).router_address
 
 
 def echo_json(value: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from cluster.cli_common import CommandT, echo_json, json_option, router_address, router_option, timeout_option
+from cluster.cli_common import CommandT, echo_json, json_option, router_option, timeout_option
 from engine.errors import RequestError
 from kvrelay import DEFAULT_TIMEOUT_S, ChatMessage, Client, Generation
 from kvrelay.summary import summarize
@@ -22,7 +22,6 @@ _SAMPLING: dict[str, dict[str, Any]] = {
     "--top-p": {"type": float, "help": "Keep the most likely tokens up to this probability, in (0, 1]."},
     "--seed": {"type": int, "help": "The same seed gives the same answer.  [default: drawn by the router]"},
     "--stop": {"multiple": True, "metavar": "TEXT", "help": "End before this text. May be repeated."},
-    "--logprobs": {"type": int, "metavar": "N", "help": "Log-probabilities with N alternatives; shown by --json."},
     "--ignore-eos": {"is_flag": True, "default": None, "help": "Do not stop at the model's end-of-sequence token."},
 }
 
@@ -49,13 +48,14 @@ def given_sampling(options: dict[str, Any]) -> dict[str, Any]:
     help="Send the prompt as a user's message, or as it is.  [default: --chat if the model has a chat template]",
 )
 @click.option("--system", metavar="TEXT", default=None, help="A system message before the prompt.")
+@click.option("--logprobs", type=int, metavar="N", default=None, help="With N alternatives a token; shown by --json.")
 @click.option("--model", default="", help="Model name, if it must be a certain one.")
 @click.option("--request-id", default="", help="Name the request, for `kvrelay explain`.")
 @timeout_option(DEFAULT_TIMEOUT_S)
 @json_option
 def generate(
     prompt: str,
-    router: str | None,
+    address: str,
     chat: bool | None,
     system: str | None,
     as_json: bool,
@@ -74,7 +74,7 @@ def generate(
         raise click.UsageError("--system needs a chat template: it cannot be used with --raw")
     call = {"timeout_s": timeout_s, **given_sampling(options)}
     write = _ignore if as_json else _write
-    with Client(router_address(router), timeout_s=timeout_s) as client:
+    with Client(address, timeout_s=timeout_s) as client:
         if chat is False:
             answer = _stream(client, write, prompt=text, **call)
         else:

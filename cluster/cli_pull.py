@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import click
@@ -27,7 +28,8 @@ def pull(name: str, model_dir: Path | None, as_json: bool) -> None:
 
     Prints the folder that holds it afterwards. A model that is already there is not fetched again.
     """
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         folder = pull_model(name, model_dir or default_model_dir(), _Bars(progress).update)
     if as_json:
         echo_json({"name": name, "path": str(folder)})
@@ -41,9 +43,11 @@ class _Bars:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._tasks: dict[str, TaskID] = {}
+        self._lock = threading.Lock()
 
     def update(self, stage: str, share: float) -> None:
-        """`share` is what is done of the stage, from 0 to 1."""
-        if stage not in self._tasks:
-            self._tasks[stage] = self._progress.add_task(stage, total=1.0)
-        self._progress.update(self._tasks[stage], completed=share)
+        """`share` is what is done of the stage, from 0 to 1. Downloads call from threads of their own."""
+        with self._lock:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._progress.add_task(stage, total=1.0)
+            self._progress.update(self._tasks[stage], completed=share)

@@ -1,5 +1,24 @@
-"""Fixtures of more than one package's tests."""
+"""Fixtures of more than one package's tests. Those with blocks end by checking that none was lost."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+import torch
+from factories import HarnessFactory
 from model_fixture import smollm2_folder as smollm2_folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread() -> None:
+    """The tests share few cores, and tiny tensors gain nothing from threads."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def make_engine() -> Iterator[HarnessFactory]:
+    """Builds small engines around the fake model; see `factories.EngineHarness`."""
+    factory = HarnessFactory()
+    yield factory
+    factory.close()

@@ -62,8 +62,12 @@ def _with_parts(total_us: int, parts: Sequence[Span]) -> str:
     total = f"{format_ms(total_us)} ms"
     if not parts:
         return total
-    return f"{total} = " + " + ".join(f"{part.name} {format_ms(part.duration_us)}" for part in parts)
+    return f"{total} = " + " + ".join(f"{_words(part.name)} {format_ms(part.duration_us)}" for part in parts)
 
 
 def _line(label: str, text: str) -> str:
     return f"{label:<10}{text}"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

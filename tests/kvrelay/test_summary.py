@@ -30,7 +30,7 @@ def test_a_split_request_is_told_in_seven_lines() -> None:
         "route     prefill on prefill-0, decode on decode-0",
         "blocks    3 computed, 2 sent, 2 adopted, 1 cached; 3.0 MiB over shm",
         "TTFT      12.5 ms = queue 0.5 + prefill 12.0",
-        "2nd token 20.7 ms = adopt 0.7",
+        "2nd token 20.7 ms = first decode step 0.7",
         "decode    48.5 tokens/s",
         "tokens    48 in (16 cached), 3 out, ended by stop",
         "request   request-1",

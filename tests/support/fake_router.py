@@ -35,7 +35,7 @@ ROUTE = router_pb2.Route(
 WATERFALL = router_pb2.Waterfall(
     parts=[router_pb2.Span(name="queue", duration_us=500), router_pb2.Span(name="prefill", duration_us=12_000)],
     ttft_us=12_500,
-    after_first=[router_pb2.Span(name="adopt", duration_us=700)],
+    after_first=[router_pb2.Span(name="first_decode_step", duration_us=700)],
     second_token_us=20_700,
     decode_tokens_per_s=48.5,
 )

@@ -1,8 +1,9 @@
 """The kernels in plain PyTorch: the oracle that every other implementation is tested against, and the CPU's fallback.
 
-Arithmetic is float32 whatever the pool holds. A query's result does not depend on which other queries come with it,
-to the last bit: matrix products take another path below a few rows and sum in another order above a few hundred
-terms, so rows are padded to `_MIN_ROWS`, contexts to `_KEY_ALIGN`, and sums over a context go by `_KEY_TILE`.
+Arithmetic is float32 whatever the pool holds. On one thread, a query's result does not depend on the queries that come
+with it nor on where a chunk of its prompt began, to the last bit. A BLAS chooses its order of summation by shape, so
+no shape here that matters to it depends on either: products have at least `_MIN_ROWS` rows, and a context is padded to
+whole tiles of `_KEY_TILE` keys and summed tile by tile.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from functools import lru_cache
 import torch
 
 _MIN_ROWS = 8
-_KEY_ALIGN = 16
-_KEY_TILE = 256
+_KEY_TILE = 128
 _QUERY_TILE = 64
 """Queries that share one score matrix, so that it stays in cache."""
 
@@ -58,7 +58,7 @@ def _gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # each [kv_heads, padded, head_dim] float32
     _, _, kv_heads, block_size, head_dim = kv.shape
     slots = len(table) * block_size
-    padded = _round_up(slots, _KEY_ALIGN)
+    padded = _round_up(slots, _KEY_TILE)
     gathered = torch.empty(2, kv_heads, padded, head_dim)
     in_blocks = gathered[:, :, :slots].view(2, kv_heads, len(table), block_size, head_dim)
     in_blocks.copy_(kv.index_select(0, table).permute(1, 2, 0, 3, 4))
@@ -87,7 +87,7 @@ def _attend(
         by_query = rows[:, :num_rows].view(kv_heads, num_queries, group, head_dim)
         torch.mul(tile.view(num_queries, kv_heads, group, head_dim).transpose(0, 1), scale, out=by_query)
         first = context_len - q.shape[0] + start  # position of the tile's first query, which sees keys up to itself
-        stop = _round_up(first + num_queries, _KEY_ALIGN)
+        stop = _round_up(first + num_queries, _KEY_TILE)
         scores = torch.bmm(rows, keys[:, :stop].transpose(1, 2))  # [kv_heads, rows, stop]
         hidden = _after_query(num_queries, stop - first)
         scores[:, :num_rows, first:].view(kv_heads, num_queries, group, -1).masked_fill_(hidden, -torch.inf)

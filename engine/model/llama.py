@@ -70,6 +70,12 @@ class LlamaWeights:
             parts |= {f"model.layers.{i}.{name}.weight": tensor for name, tensor in named.items()}
         return parts
 
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Endings of names that checkpoints hold beside the parameters: what we compute, or a tied head again."""
+        tied = {"lm_head.weight"} if self._config.tie_word_embeddings else set()
+        return frozenset({"rotary_emb.inv_freq"} | tied)
+
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=self._dtype)
 

@@ -46,8 +46,13 @@ class FrameSocket:
 
     def set_timeout(self, timeout_s: float) -> None:
         """For one frame or payload, once its first byte moved. Not while another thread uses the socket."""
+        # The kernel's own time-outs, not Python's: those make the socket non-blocking, and then a block takes dozens
+        # of calls where it now takes one. They also keep the two directions apart.
         self._timeout_s = timeout_s
-        self._sock.settimeout(timeout_s)
+        self._sock.settimeout(None)
+        seconds, fraction = divmod(timeout_s, 1.0)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(fraction * 1e6)))
 
     def send(self, encoded: bytes, payload: memoryview | None = None) -> None:
         """Send a frame, and the payload that follows it, completely."""
@@ -84,7 +89,7 @@ class FrameSocket:
             self._make_room()
             try:
                 got = self._sock.recv_into(self._buffer[self._end :])
-            except TimeoutError:
+            except BlockingIOError:
                 if self._start == self._end:
                     return None
                 raise LinkClosed(f"the peer stopped in the middle of a frame for {self._timeout_s:g} s") from None
@@ -113,7 +118,7 @@ class FrameSocket:
         except (LinkClosed, ProtocolError, OSError) as error:
             for fd in fds:
                 os.close(fd)
-            if isinstance(error, TimeoutError):
+            if isinstance(error, BlockingIOError):
                 return None, None
             if isinstance(error, OSError):
                 raise self._closed("receiving", error) from error
@@ -138,7 +143,7 @@ class FrameSocket:
         while done < len(target):
             self._check(deadline, "receiving a payload")
             try:
-                got = self._sock.recv_into(target[done:])
+                got = self._sock.recv_into(target[done:], 0, socket.MSG_WAITALL)
             except OSError as error:
                 raise self._closed("receiving a payload", error) from error
             if not got:
@@ -191,6 +196,6 @@ class FrameSocket:
             raise LinkClosed(f"no end of {doing} within {self._timeout_s:g} s")
 
     def _closed(self, doing: str, error: OSError) -> LinkClosed:
-        if isinstance(error, TimeoutError):
+        if isinstance(error, BlockingIOError):  # what the kernel's time-outs look like
             return LinkClosed(f"no progress {doing} for {self._timeout_s:g} s")
         return LinkClosed(f"{doing} failed: {error.strerror or error}")

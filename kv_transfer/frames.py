@@ -160,7 +160,7 @@ def _number(bits: int) -> _Check:
 
 def _text(max_bytes: int) -> _Check:
     def check(value: Any) -> Any:
-        if type(value) is not str or len(_utf8(value)) > max_bytes:
+        if type(value) is not str or len(value) > max_bytes or not (value.isascii() or len(_utf8(value)) <= max_bytes):
             raise _Invalid(f"text of at most {max_bytes} bytes")
         return value
 

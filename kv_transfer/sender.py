@@ -24,7 +24,7 @@ from kv_transfer.pool import KvPool
 from kv_transfer.stats import Counters, SenderStats, TransferStats
 from kv_transfer.transfers import OutgoingBlock, OutgoingTransfers, SendBlock, TicketInfo
 
-__all__ = ["KvSender", "OutgoingBlock", "SenderListener", "TicketInfo"]
+__all__ = ["KvSender", "OutgoingBlock", "SenderListener", "TicketInfo", "TransferStats"]
 
 _LinkKey = tuple[str, str, bytes]
 """(worker id, incarnation, encoded endpoint)"""

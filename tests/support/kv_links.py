@@ -1,0 +1,350 @@
+"""Small pools, recording listeners and a proxy that misbehaves on demand, for tests of the KV links."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import queue
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+
+from engine.errors import EngineError, LinkClosed, ProtocolError, TransferError
+from engine.kv_layout import KvLayout
+from kv_transfer.frame_socket import FrameSocket
+from kv_transfer.frames import Block, Frame, encode
+from kv_transfer.identity import LinkEndpoint, PeerIdentity
+from kv_transfer.link import LinkSettings
+from kv_transfer.pool import KvPool
+from kv_transfer.receiver import KvReceiver
+from kv_transfer.reservation import ExpectedBlock, ReservationTable
+from kv_transfer.sender import KvSender, OutgoingBlock, TicketInfo
+from kv_transfer.stats import TransferStats
+
+LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=8, dtype="float32")
+"""32 KiB a block: more than a link's frame buffer, so that a payload takes several reads."""
+NUM_BLOCKS = 32
+FINGERPRINT = sha256(b"a model").digest()
+WAIT_S = 20.0
+"""Longer than anything here takes; reached only by a test that fails."""
+SETTINGS = LinkSettings(connect_timeout_s=5.0, handshake_timeout_s=5.0, progress_timeout_s=WAIT_S)
+
+
+def identity(worker_id: str, incarnation: str = "1", layout: KvLayout = LAYOUT) -> PeerIdentity:
+    return PeerIdentity(worker_id=worker_id, incarnation=incarnation, fingerprint=FINGERPRINT, layout=layout)
+
+
+def block_hash(ordinal: int) -> bytes:
+    return sha256(b"block %d" % ordinal).digest()
+
+
+class MemoryPool:
+    """A `KvPool` in a memory file, without torch. `before_block` runs whenever somebody asks for a block's bytes."""
+
+    def __init__(self, layout: KvLayout = LAYOUT, num_blocks: int = NUM_BLOCKS, sealed: bool = True) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.before_block: Callable[[int], None] = lambda block: None
+        self.fd: int | None = os.memfd_create("kv-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, num_blocks * layout.block_bytes)
+        if sealed:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._bytes = memoryview(mmap.mmap(self.fd, num_blocks * layout.block_bytes))
+
+    def block(self, block: int) -> memoryview:
+        self.before_block(block)
+        assert 0 <= block < self.num_blocks
+        start = block * self.layout.block_bytes
+        return self._bytes[start : start + self.layout.block_bytes]
+
+    def fill(self, seed: int) -> None:
+        rng = random.Random(seed)
+        for block in range(self.num_blocks):
+            self.block(block)[:] = rng.randbytes(self.layout.block_bytes)
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+@dataclass(frozen=True)
+class Adopted:
+    ticket_id: str
+    ordinal: int
+    num_bytes: int
+    transport: str
+
+
+@dataclass(frozen=True)
+class BlockRefused:
+    ticket_id: str
+    ordinal: int
+    error: type[TransferError]
+
+
+@dataclass(frozen=True)
+class Quiet:
+    ticket_id: str
+    slots: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Lost:
+    ticket_ids: frozenset[str]
+    error: type[TransferError]
+
+
+@dataclass(frozen=True)
+class Done:
+    request_id: str
+    stats: TransferStats
+
+
+@dataclass(frozen=True)
+class Failed:
+    request_id: str
+    error: type[EngineError]
+    message: str = field(compare=False, default="")
+
+
+ReceiverEvent = Adopted | BlockRefused | Quiet | Lost
+SenderEvent = Done | Failed
+
+
+class RecordingReceiverListener:
+    def __init__(self) -> None:
+        self.events: queue.Queue[ReceiverEvent] = queue.Queue()
+
+    def next(self) -> ReceiverEvent:
+        return self.events.get(timeout=WAIT_S)
+
+    def block_adopted(self, ticket_id: str, ordinal: int, num_bytes: int, transport: str) -> None:
+        self.events.put(Adopted(ticket_id, ordinal, num_bytes, transport))
+
+    def block_refused(self, ticket_id: str, ordinal: int, error: TransferError) -> None:
+        self.events.put(BlockRefused(ticket_id, ordinal, type(error)))
+
+    def writes_quiet(self, ticket_id: str, slots: Collection[int]) -> None:
+        self.events.put(Quiet(ticket_id, frozenset(slots)))
+
+    def link_lost(self, ticket_ids: Collection[str], error: TransferError) -> None:
+        self.events.put(Lost(frozenset(ticket_ids), type(error)))
+
+
+class RecordingSenderListener:
+    def __init__(self) -> None:
+        self.events: queue.Queue[SenderEvent] = queue.Queue()
+
+    def next(self) -> SenderEvent:
+        return self.events.get(timeout=WAIT_S)
+
+    def transfer_done(self, request_id: str, stats: TransferStats) -> None:
+        self.events.put(Done(request_id, stats))
+
+    def transfer_failed(self, request_id: str, error: EngineError) -> None:
+        self.events.put(Failed(request_id, type(error), str(error)))
+
+
+@dataclass
+class DecodeSide:
+    """A receiver with its pool and table."""
+
+    pool: MemoryPool
+    table: ReservationTable
+    listener: RecordingReceiverListener
+    receiver: KvReceiver
+
+    def expect(self, ticket_id: str, slots: Sequence[int], generation: int = 1, first: int = 0) -> dict[int, int]:
+        """Open a ticket for blocks `first`, `first` + 1, ... in `slots`. Returns ordinal -> slot."""
+        blocks = [
+            ExpectedBlock(ordinal=ordinal, slot=slot, generation=generation, hash=block_hash(ordinal))
+            for ordinal, slot in enumerate(slots, start=first)
+        ]
+        self.table.open(ticket_id, blocks, lease_until=time.monotonic() + self.table.lease_s)
+        return {block.ordinal: block.slot for block in blocks}
+
+    def close(self) -> None:
+        self.receiver.close(timeout_s=WAIT_S)
+        self.table.check_integrity()
+        self.pool.close()
+
+
+@dataclass
+class PrefillSide:
+    pool: MemoryPool
+    listener: RecordingSenderListener
+    sender: KvSender
+
+    def close(self) -> None:
+        self.sender.close(timeout_s=WAIT_S)
+        self.sender.check_integrity()
+        self.pool.close()
+
+
+@contextmanager
+def decode_side(settings: LinkSettings = SETTINGS, pool: MemoryPool | None = None) -> Iterator[DecodeSide]:
+    pool = pool or MemoryPool()
+    table = ReservationTable("1")
+    listener = RecordingReceiverListener()
+    side = DecodeSide(pool, table, listener, KvReceiver(identity("decode-0"), pool, table, listener, settings=settings))
+    side.receiver.start()
+    try:
+        yield side
+    finally:
+        side.close()
+
+
+@contextmanager
+def prefill_side(
+    settings: LinkSettings = SETTINGS, pool: MemoryPool | None = None, worker: PeerIdentity | None = None
+) -> Iterator[PrefillSide]:
+    pool = pool or MemoryPool()
+    pool.fill(seed=7)
+    listener = RecordingSenderListener()
+    sender = KvSender(worker or identity("prefill-0"), pool, listener, settings)
+    side = PrefillSide(pool, listener, sender)
+    try:
+        yield side
+    finally:
+        side.close()
+
+
+def only(endpoint: bytes, transport: str) -> bytes:
+    return replace(LinkEndpoint.decode(endpoint), transports=(transport,)).encode()
+
+
+def ticket(
+    ticket_id: str, endpoint: bytes, slots: dict[int, int], generation: int = 1, incarnation: str = "1"
+) -> TicketInfo:
+    return TicketInfo(
+        ticket_id=ticket_id,
+        worker_id="decode-0",
+        incarnation=incarnation,
+        endpoint=endpoint,
+        blocks={ordinal: (slot, generation) for ordinal, slot in slots.items()},
+        lease_s=5.0,
+    )
+
+
+def outgoing(ordinals: Sequence[int], first_source: int = 0) -> list[OutgoingBlock]:
+    """Block `ordinal` is in source block `first_source` + `ordinal`."""
+    return [OutgoingBlock(ordinal, first_source + ordinal, block_hash(ordinal)) for ordinal in ordinals]
+
+
+def in_time() -> float:
+    """A deadline for a transfer that no test reaches."""
+    return time.monotonic() + 3600
+
+
+def same_bytes(source: KvPool, source_block: int, target: KvPool, slot: int) -> bool:
+    return bytes(source.block(source_block)) == bytes(target.block(slot))
+
+
+class Cut(Exception):
+    """Raised by a hook: end the connection here."""
+
+
+Hook = Callable[[Frame, bytes, bytes], Sequence[bytes]]
+"""(frame, its encoding, its payload) -> the pieces to pass on, each in a write of its own. May wait; may raise `Cut`."""
+
+
+def pass_on(frame: Frame, encoded: bytes, payload: bytes) -> Sequence[bytes]:
+    return [encoded + payload]
+
+
+class FaultProxy:
+    """Stands between a sender and a receiver and passes their frames on, through `to_receiver` and `to_sender`."""
+
+    def __init__(self, target: bytes, transport: str) -> None:
+        self._target = LinkEndpoint.decode(target)
+        self._is_unix = transport == "shm"
+        self.to_receiver: Hook = pass_on
+        self.to_sender: Hook = pass_on
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        if self._is_unix:
+            name = b"\0kvrelay-proxy-" + secrets.token_hex(8).encode()
+            self._listening = socket.socket(socket.AF_UNIX)
+            self._listening.bind(name)
+            self._listening.listen()
+            changed = replace(self._target, unix_name=name, transports=("shm",))
+        else:
+            self._listening = socket.create_server(("127.0.0.1", 0))
+            changed = replace(self._target, port=self._listening.getsockname()[1], transports=("tcp",))
+        self.endpoint = changed.encode()
+        self._start(self._accept)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for sock in self._sockets:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive(), "a hook of the proxy did not return"
+        for sock in self._sockets:
+            sock.close()
+
+    def _start(self, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the listening socket was shut down
+            while True:
+                near, _ = self._listening.accept()
+                if self._is_unix:
+                    far = socket.socket(socket.AF_UNIX)
+                    assert self._target.unix_name is not None
+                    far.connect(self._target.unix_name)
+                else:
+                    far = socket.create_connection((self._target.host, self._target.port))
+                self._sockets += [near, far]
+                near_end, far_end = FrameSocket(near, WAIT_S), FrameSocket(far, WAIT_S)
+                self._start(self._forward, near_end, far, True)
+                self._start(self._forward, far_end, near, False)
+
+    def _forward(self, source: FrameSocket, target: socket.socket, to_receiver: bool) -> None:
+        try:
+            first, fd = source.receive_with_fd() if source.is_unix and to_receiver else (source.receive(), None)
+            assert first is not None
+            if fd is not None:
+                socket.send_fds(target, [encode(first)], [fd])
+                os.close(fd)
+            else:
+                target.sendall(encode(first))
+            while (frame := source.receive()) is not None:
+                payload = b""
+                if isinstance(frame, Block) and frame.offset is None:
+                    received = bytearray(frame.length)
+                    source.receive_into(memoryview(received))
+                    payload = bytes(received)
+                hook = self.to_receiver if to_receiver else self.to_sender
+                for piece in hook(frame, encode(frame), payload):
+                    target.sendall(piece)
+        except (LinkClosed, ProtocolError, OSError, Cut):
+            pass
+        finally:
+            source.shut_down()
+            with suppress(OSError):
+                target.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def fault_proxy(target: bytes, transport: str) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(target, transport)
+    try:
+        yield proxy
+    finally:
+        proxy.close()

@@ -133,10 +133,10 @@ class Dispatcher:
         for number in range(1, self._config.max_attempts + 1):
             if failure is not None:
                 job.waterfall.begin_attempt(self._clock())
-            pair = await self._place(job, failure)
+            pairs = await self._place(job, failure)
             job.waterfall.mark("place", self._clock())
             try:
-                reason, attempt = await self._attempt(job, pair, number)
+                reason, attempt = await self._attempt(job, pairs, number)
             except AttemptFailed as failed:
                 failure = failed
                 await self._take_back(job, failed, number)
@@ -157,8 +157,8 @@ class Dispatcher:
         if not failed.lost:
             job.refused.add(failed.worker_id)
 
-    async def _place(self, job: _Job, failure: AttemptFailed | None) -> PricedPair:
-        """The best pair of ready workers. If there is none, wait for a decode worker, but not for long."""
+    async def _place(self, job: _Job, failure: AttemptFailed | None) -> Sequence[PricedPair]:
+        """Pairs of ready workers, best first. If there is none, wait for a decode worker, but not for long."""
         wait_s = min(self._config.no_worker_wait_s, job.live.remaining_s() * NO_WORKER_SHARE)
         try:
             async with asyncio.timeout(wait_s):
@@ -167,7 +167,7 @@ class Dispatcher:
                     pairs = self._price(job)
                     if pairs:
                         job.record.placed(pairs)
-                        return pairs[0]
+                        return pairs
                     if failure is not None and self._registry.is_ready():
                         raise failure.error  # every decode worker that there is has refused
                     await self._registry.changed()
@@ -192,8 +192,10 @@ class Dispatcher:
         )
         return price_pairs(workers, placement, job.refused)
 
-    async def _attempt(self, job: _Job, pair: PricedPair, number: int) -> tuple[FinishReason, Attempt]:
-        """Run the request on `pair` until its output is complete. Raises `AttemptFailed`."""
+    async def _attempt(self, job: _Job, pairs: Sequence[PricedPair], number: int) -> tuple[FinishReason, Attempt]:
+        """Run the request on the first pair until its output is complete. Raises `AttemptFailed`."""
+        pair = pairs[0]
+        only_one = len({other.decode_worker for other in pairs}) == 1
         wire_id = f"{job.request.request_id}.{next(self._attempts)}"
         capacity = self._config.max_unread_messages
         inbox = Inbox(capacity, lambda: job.live.abort(_too_slow(capacity)))
@@ -203,7 +205,7 @@ class Dispatcher:
             if pair.prefill_worker:
                 prefill = lanes.enter_context(self._registry.session(pair.prefill_worker).open(wire_id, inbox))
             attempt = Attempt(number, wire_id, inbox, decode, prefill)
-            await self._reserve(job, attempt)
+            await self._reserve(job, attempt, patient=only_one)
             reason = None if prefill is None else await self._prefill(job, attempt, prefill)
             if reason is None:
                 reason = await self._relay(job, attempt)
@@ -211,9 +213,9 @@ class Dispatcher:
                 await self._settle(attempt)
             return reason, attempt
 
-    async def _reserve(self, job: _Job, attempt: Attempt) -> None:
-        """Step 3. One worker gets a share of the time only, so that another can still be asked."""
-        wait_s = job.live.remaining_s() * self._config.reserve_share
+    async def _reserve(self, job: _Job, attempt: Attempt, *, patient: bool) -> None:
+        """Step 3. Unless `patient`, the worker gets a share of the time only, so that another can still be asked."""
+        wait_s = None if patient else job.live.remaining_s() * self._config.reserve_share
         reserve = self._fill(job, attempt, worker_pb2.Reserve(compute_here=attempt.prefill is None))
         if attempt.prefill is None:
             attempt.decode.tokens_to_compute = job.num_tokens
@@ -225,7 +227,7 @@ class Dispatcher:
                     attempt.check_decode()
         except TimeoutError:
             worker_id = attempt.decode.worker.worker_id
-            error = NoFreeBlocks(f"{worker_id} had no blocks for the request within {wait_s:.3g} s")
+            error = NoFreeBlocks(f"{worker_id} had no blocks for the request in its share of the time")
             raise AttemptFailed(error, worker_id, retryable=True, lost=False) from None
         job.waterfall.mark("reserve_rpc", self._clock(), [("reserve_wait", attempt.reserved.wait_us)])
 

@@ -6,6 +6,7 @@ Others get snapshots, or a session to put a request on.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping
 
 from router.config import RouterConfig
@@ -13,6 +14,8 @@ from router.peer import Peer, check_peer
 from router.policy import DECODE, WorkerSnapshot
 from router.session import WorkerSession
 from router.worker_client import WorkerClient
+
+logger = logging.getLogger(__name__)
 
 
 class Registry:
@@ -85,8 +88,8 @@ class Registry:
         if not self._clients:
             return "no worker is known"
         reasons = [
-            f"{client.peer.worker_id if client.peer else key} ({client.address}) is {client.state}: {client.detail}"
-            for key, client in self._clients.items()
+            f"{client.name} is {client.state}: {client.detail}"
+            for client in self._clients.values()
             if client.session is None
         ]
         return "; ".join(reasons) or "none of the ready workers is a decode worker"
@@ -115,7 +118,9 @@ class Registry:
 
         client = WorkerClient(address, self._config, accept, self._notify)
         self._clients[key] = client
-        self._tasks[key] = asyncio.get_running_loop().create_task(client.run(), name=f"worker {address}")
+        task = asyncio.get_running_loop().create_task(client.run(), name=f"worker {address}")
+        task.add_done_callback(_log_fault)
+        self._tasks[key] = task
 
     def _drop(self, key: str) -> None:
         del self._clients[key]
@@ -128,6 +133,11 @@ class Registry:
         """Wake everyone who waits now; who waits later waits for the next change."""
         self._change.set()
         self._change = asyncio.Event()
+
+
+def _log_fault(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s: a fault of the router ended it", task.get_name(), exc_info=error)
 
 
 def _snapshot(session: WorkerSession) -> WorkerSnapshot:

@@ -142,6 +142,11 @@ class WorkerSession:
     def in_flight_tokens(self) -> int:
         return sum(lane.tokens_to_compute for lane in self._lanes.values())
 
+    @property
+    def outbox_size(self) -> int:
+        """Messages that wait to be written."""
+        return len(self._outbox)
+
     def open(self, request_id: str, inbox: Inbox) -> Lane:
         """A lane for `request_id`, which must be new to this worker. Raises `WorkerLost` if the session is over."""
         if self._over is not None:

@@ -68,7 +68,9 @@ class WaterfallRecorder:
             self._second_us = self._last_us
 
     def handed_over(self, now: float) -> None:
-        self._handed_over_us = self._us(now)
+        """The decode worker has settled where the KV comes from. Only the first call counts."""
+        if self._handed_over_us is None:
+            self._handed_over_us = self._us(now)
 
     def to_proto(self, num_outputs: int) -> router_pb2.Waterfall:
         message = router_pb2.Waterfall(parts=_spans(self._parts), ttft_us=self._marked_us)

@@ -57,6 +57,10 @@ class WorkerClient:
         self._accept = accept
         self._changed = changed
 
+    @property
+    def name(self) -> str:
+        return f"{self.peer.worker_id} ({self.address})" if self.peer is not None else self.address
+
     async def run(self) -> None:
         """Connect, again and again, until cancelled. Then every request on the session has got `WorkerLost`."""
         pause = self._config.reconnect_min_s
@@ -67,7 +71,7 @@ class WorkerClient:
                 pause = self._config.reconnect_min_s if was_ready else min(pause * 2, self._config.reconnect_max_s)
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # jitter: many routers, one restarted worker
         finally:
-            self._lose("this router gave it up")
+            self._lose("this router gave it up", logging.INFO)
 
     async def _one_session(self) -> tuple[bool, str]:
         """Whether the worker became ready, and why it is not any more."""
@@ -106,6 +110,7 @@ class WorkerClient:
             if first is None or first.WhichOneof("message") != "welcome":
                 raise LinkClosed("the worker ended the session" if first is None else "its first word is no welcome")
             peer = Peer.from_welcome(first.welcome, self.address)
+            self.peer = peer  # known by name even if it is refused
             self._accept(peer)
             await self._read(responses, peer, ready)
         finally:
@@ -132,16 +137,16 @@ class WorkerClient:
             raise session.over or WorkerLost(f"silent for {self._config.silence_s:g} s") from None
 
     def _become_ready(self, session: WorkerSession) -> None:
-        self.peer, self.session = session.peer, session
+        self.session = session
         self.state, self.detail = WorkerState.READY, ""
         logger.info("worker %s (%s) is ready at %s", session.peer.worker_id, session.peer.role, self.address)
         self._changed()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, level: int = logging.WARNING) -> None:
         session, self.session = self.session, None
         if session is not None:
             self.state = WorkerState.LOST
-            logger.warning("worker %s at %s is lost: %s", session.peer.worker_id, self.address, reason)
+            logger.log(level, "worker %s at %s is lost: %s", session.peer.worker_id, self.address, reason)
             session.end(WorkerLost(f"{session.peer.worker_id}: {reason}"))
         self.detail = reason
         self._changed()

@@ -67,30 +67,32 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     Invariant: `live` holds exactly the requests that this worker has begun and neither ended nor seen cancelled.
     """
 
-    def __init__(self, role: str, worker_id: str, **welcome: Any) -> None:
+    def __init__(self, role: str, worker_id: str, /, **welcome: Any) -> None:
         self.role, self.worker_id = role, worker_id
-        self.welcome = worker_pb2.Welcome(
-            **{
-                "protocol": 1,
-                "worker_id": worker_id,
-                "incarnation": f"{worker_id}-1",
-                "role": role,
-                "model": "fake",
-                "fingerprint": FINGERPRINT,
-                "block_size": BLOCK_SIZE,
-                "num_blocks": 64,
-                "max_model_len": 200,
-                "pid": 4711,
-            }
-            | welcome
-        )
+        fields: dict[str, Any] = {
+            "protocol": 1,
+            "worker_id": worker_id,
+            "incarnation": f"{worker_id}-1",
+            "role": role,
+            "model": "fake",
+            "fingerprint": FINGERPRINT,
+            "block_size": BLOCK_SIZE,
+            "num_blocks": 64,
+            "max_model_len": 200,
+            "pid": 4711,
+        }
+        self.welcome = worker_pb2.Welcome(**fields | welcome)
         self.load = worker_pb2.Load(blocks_free=64)
         self.heartbeat_s = 0.05
         self.silent = False
         """Reads, answers nothing, sends no load."""
+        self.greets = True
         self.live: dict[str, _Live] = {}
         self.received: list[worker_pb2.SessionRequest] = []
         self.num_sessions = 0
+        """Begun so far."""
+        self._open_sessions = 0
+        self._num_loads = 0
         self.fail_at: dict[object, EngineError] = {}
         """Errors that end the request at a point."""
         self.die_at: object = None
@@ -147,6 +149,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         async with self._changed, asyncio.timeout(5):
             await self._changed.wait_for(lambda: not self.live)
 
+    async def no_sessions(self) -> None:
+        """Wait until no router is connected."""
+        async with self._changed, asyncio.timeout(5):
+            await self._changed.wait_for(lambda: self._open_sessions == 0)
+
+    async def heartbeats(self, count: int) -> None:
+        """Wait for `count` more."""
+        last = self._num_loads + count
+        async with self._changed, asyncio.timeout(5):
+            await self._changed.wait_for(lambda: self._num_loads >= last)
+
     def all(self, kind: str) -> list[worker_pb2.SessionRequest]:
         return [message for message in self.received if message.WhichOneof("message") == kind]
 
@@ -156,8 +169,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if self._dead:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is dead")
         await anext(request_iterator)
+        if not self.greets:
+            await asyncio.Event().wait()
         await context.write(worker_pb2.SessionResponse(welcome=self.welcome))
         self.num_sessions += 1
+        self._open_sessions += 1
         session: _Session | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -171,6 +187,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         finally:
             for request_id in [key for key, live in self.live.items() if live.session is session]:
                 del self.live[request_id]
+            self._open_sessions -= 1
             await self._notify()
         if self._dead:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker died")
@@ -182,7 +199,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 async with asyncio.timeout(self.heartbeat_s):
                     message = await session.outbox.get()
             except TimeoutError:
-                pass
+                self._num_loads += 1
+                await self._notify()
             if message is None:
                 raise _Over
             if not self.silent:

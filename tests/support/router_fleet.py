@@ -105,6 +105,12 @@ class Call:
         assert set(kinds[1:-1]) <= {"tokens"}
         return self.finished
 
+    async def leave(self) -> None:
+        """As gRPC does when the client disconnects."""
+        self.task.cancel()
+        await asyncio.wait({self.task}, timeout=5)
+        assert self.task.cancelled()
+
     async def error(self) -> EngineError:
         async with asyncio.timeout(5):
             (result,) = await asyncio.gather(self.task, return_exceptions=True)
@@ -137,6 +143,13 @@ class Fleet:
         sampling = common_pb2.SamplingParams(**{"max_tokens": 6} | fields.pop("sampling", {}))
         message = router_pb2.GenerateRequest(prompt=prompt, sampling=sampling, **fields)
         return Call(self.dispatcher, message, timeout_s)
+
+    async def first_to_reach(self, point: object, workers: Sequence[FakeWorker]) -> FakeWorker:
+        waits = {asyncio.create_task(worker.reached(point)): worker for worker in workers}
+        done, rest = await asyncio.wait(waits, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        for task in rest:
+            task.cancel()
+        return waits[next(iter(done))]
 
     async def check_idle(self) -> None:
         """Nothing of any request is left, here or on a worker."""

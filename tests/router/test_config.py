@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.errors import ConfigError
+from router.config import RouterConfig
+
+
+@pytest.mark.parametrize(
+    ("setting", "pattern"),
+    [
+        ({"model_name": ""}, "model_name"),
+        ({"router_id": ""}, "router_id"),
+        ({"port": 65536}, "port must be in"),
+        ({"max_live_requests": 0}, "max_live_requests must be at least 1, got 0"),
+        ({"silence_s": 0.0}, "silence_s must be positive"),
+        ({"default_timeout_s": float("nan")}, "default_timeout_s must be positive"),
+        ({"prefill_share": 1.5}, "prefill_share must be in"),
+        ({"local_prefill_max_tokens": -1}, "local_prefill_max_tokens"),
+        ({"reconnect_max_s": 0.01}, "reconnect_max_s 0.01 is below"),
+        ({"workers": ("a:1", "a:1")}, "an address twice"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_setting_out_of_range_is_named(setting: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
+        RouterConfig(**{"model_path": "m", "model_name": "m"} | setting)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine.errors import QueueFull, RequestError
+from router.explain import History
+from router.policy import PricedPair, PriceTerm
+
+
+def test_only_the_last_requests_are_kept() -> None:
+    history = History(capacity=2)
+    for request_id in ("a", "b", "c"):
+        with history.record(request_id) as record:
+            record.outcome = "stop"
+    assert history.find("c").outcome == "stop"
+    assert history.find("b").outcome == "stop"
+    with pytest.raises(RequestError, match="'a' is not among the last 2 requests") as raised:
+        history.find("a")
+    assert raised.value.field == "request_id"
+    assert (history.requests_total, history.requests_failed) == (3, 0)
+
+
+def test_a_live_request_is_running() -> None:
+    history = History(capacity=2)
+    with history.record("a"):
+        assert history.find("a").to_proto().outcome == "running"
+
+
+def test_an_error_is_kept_as_status_name_and_message() -> None:
+    history = History(capacity=2)
+    with pytest.raises(QueueFull), history.record("a"):
+        raise QueueFull("no room")
+    assert history.find("a").outcome == "RESOURCE_EXHAUSTED: no room"
+    assert history.requests_failed == 1
+
+
+@pytest.mark.parametrize(("error", "outcome"), [(asyncio.CancelledError(), "CANCELLED"), (KeyError("x"), "INTERNAL")])
+def test_every_way_to_leave_settles_the_outcome(error: BaseException, outcome: str) -> None:
+    history = History(capacity=2)
+    with pytest.raises(type(error)), history.record("a"):
+        raise error
+    assert history.find("a").outcome.startswith(outcome)
+    assert history.requests_failed == 1
+
+
+def test_prices_are_told_in_their_order() -> None:
+    history = History(capacity=2)
+    pairs = [PricedPair("p", f"d{n}", (PriceTerm("x", 1.0), PriceTerm("y", float(n)))) for n in range(3)]
+    with history.record("a") as record:
+        record.placed(pairs)
+    considered = history.find("a").to_proto().considered
+    assert [(pair.decode_worker, pair.total_ms) for pair in considered] == [("d0", 1.0), ("d1", 2.0), ("d2", 3.0)]
+    assert [(term.name, term.ms) for term in considered[2].terms] == [("x", 1.0), ("y", 2.0)]

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, errors, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError  # type: ignore[attr-defined]
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from engine.errors import ModelError
 from engine.model_store import Progress, is_gguf
+
+_FETCH_ERRORS = (HTTPError, OSError, ValueError, getattr(errors, "XetDownloadError", OSError))
+"""What the hub library raises when it cannot fetch. Older versions have no Xet, and no error for it."""
 
 
 def fetch_from_hub(
@@ -72,7 +75,7 @@ def _explained(repo: str) -> Iterator[None]:
             f"Hugging Face knows no model {repo!r}, or it is private: check the name at https://huggingface.co/models, "
             "or run: hf auth login"
         ) from error
-    except (HTTPError, OSError, ValueError) as error:
+    except _FETCH_ERRORS as error:
         raise ModelError(
             f"model {repo!r} is no local file or folder, and could not be fetched from Hugging Face: "
             f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}; check the "

@@ -43,7 +43,6 @@ def _options() -> list[click.Parameter]:
     def option(name: str, help_text: str, **settings: Any) -> click.Option:
         return click.Option([name], help=help_text, show_default=True, **settings)
 
-    dtypes = sorted(DTYPE_BYTES)
     return [
         option("--model", "Model folder.", type=click.Path(path_type=Path), required=True),
         option("--model-name", "What routers call it; by default the folder's name.", default=None),

@@ -8,7 +8,6 @@ from collections import Counter
 import psutil
 
 from engine.engine import Engine, EngineStats
-from engine.errors import EngineError
 from engine.step_loop import StepLoop
 from kvrelay.v1 import worker_pb2
 
@@ -16,34 +15,35 @@ STATS_TIMEOUT_S = 0.5
 
 
 class LoadReporter:
-    """Builds load reports. Counts errors by class name; both on the event loop."""
+    """Builds load reports, on the event loop."""
 
     def __init__(self, step_loop: StepLoop, stats: EngineStats) -> None:
         """`stats` is reported until the engine thread has answered for the first time."""
         self.errors: Counter[str] = Counter()
+        """Typed errors by class name."""
         self._step_loop = step_loop
         self._stats = stats
         self._asked: asyncio.Future[EngineStats] | None = None
         self._process = psutil.Process()
 
-    def count(self, error: EngineError) -> None:
-        self.errors[type(error).__name__] += 1
-
     async def report(self) -> worker_pb2.Load:
         """The engine's state between two steps. If the running step takes longer than `STATS_TIMEOUT_S`, the last one
-        known: a long step must not look like a dead worker."""
-        if self._asked is None:
-            self._asked = asyncio.wrap_future(self._step_loop.call(Engine.stats))
-        done, _ = await asyncio.wait([self._asked], timeout=STATS_TIMEOUT_S)
+        known: a long step must not look like a dead worker. Raises `WorkerLost` if the engine thread has ended."""
+        asked = self._asked
+        if asked is None:
+            asked = self._asked = asyncio.wrap_future(self._step_loop.call(Engine.stats))
+        done, _ = await asyncio.wait([asked], timeout=STATS_TIMEOUT_S)
         if done:
-            self._stats, self._asked = self._asked.result(), None
+            if self._asked is asked:  # several sessions may have waited for this answer
+                self._asked = None
+            self._stats = asked.result()
         return self._message(self._stats)
 
     def _message(self, stats: EngineStats) -> worker_pb2.Load:
         blocks = stats.blocks
         return worker_pb2.Load(
             running=stats.running,
-            waiting=stats.waiting,
+            waiting=stats.waiting + stats.awaiting_kv,
             waiting_tokens=stats.waiting_tokens,
             blocks_free=blocks.free,
             blocks_cached=blocks.cached,

@@ -67,9 +67,7 @@ class RunningWorker:
 
 def run_worker(build: Callable[[WorkerConfig], Role], config: WorkerConfig) -> None:
     """Run one worker until SIGTERM or SIGINT. Exits 1 with one line on stderr if it cannot start."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {config.worker_id} %(levelname)s %(message)s"
-    )
+    log_to_stderr(config.worker_id)
     # Until it serves there is nothing to give back that the kernel does not take, and a build cannot be interrupted.
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -78,6 +76,13 @@ def run_worker(build: Callable[[WorkerConfig], Role], config: WorkerConfig) -> N
     except EngineError as error:
         print(f"{config.worker_id}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
+
+
+def log_to_stderr(worker_id: str) -> None:
+    """Standard output is for the ready line alone."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {worker_id} %(levelname)s %(message)s"
+    )
 
 
 async def _serve_until_signal(worker: RunningWorker, stop_limit_s: float) -> None:

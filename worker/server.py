@@ -30,6 +30,7 @@ MIN_LOAD_GAP_S = 0.02
 """Load reports that requests cause are merged over this time: a message costs 60 to 75 us whatever it carries."""
 MAX_REQUEST_ID_CHARS = 256
 
+_SERVICE = "kvrelay.v1.Worker"
 _Context = grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
 _OPTIONS = [
@@ -64,7 +65,7 @@ class WorkerServer:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {wanted}: the port is in use, or the address not ours") from error
         await server.start()
-        await self._health.set("kvrelay.v1.Worker", health_pb2.HealthCheckResponse.SERVING)
+        await self._health.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
         return f"{self._config.host}:{port}"
 
@@ -158,7 +159,11 @@ class WorkerServer:
     async def _report_load(self, session: Session) -> None:
         while True:
             session.load_due.clear()
-            session.send_load(await self._role.load())
+            try:
+                session.send_load(await self._role.load())
+            except EngineError as error:  # the engine is gone: to be seen as lost is all that is left to do
+                await self._health.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+                raise SessionOver(grpc.StatusCode.UNAVAILABLE, str(error)) from error
             await asyncio.sleep(MIN_LOAD_GAP_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.heartbeat_s):

@@ -304,7 +304,9 @@ class Reserve(_message.Message):
     timeout_ms: _builtins.int
     """What is left of the request's deadline."""
     compute_here: _builtins.bool
-    """No prefill worker will send: compute the prompt on this worker. No Start follows."""
+    """No prefill worker will send: compute the prompt on this worker. Reserved, whose ticket asks for no block, comes once
+    that has begun; then outputs from index 0 (or the next one of a resumed request). No Start, no HandedOver.
+    """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
         """Complete: the router filled in every default, the seed included."""

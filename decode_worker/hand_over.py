@@ -1,0 +1,47 @@
+"""The account of one reservation's KV: which blocks came, and what is computed here instead. Knows no link."""
+
+from __future__ import annotations
+
+from engine.engine import Reservation
+from kv_transfer.stats import TransferStats
+from kvrelay.v1 import worker_pb2
+
+
+class HandOver:
+    """One granted reservation.
+
+    Complete means that the *set* of missing ordinals is empty; arrivals are never counted to decide it.
+    """
+
+    def __init__(self, reservation: Reservation, num_tokens: int, block_size: int) -> None:
+        """`num_tokens` are those of the reservation: their KV is what has to be here in the end."""
+        self._missing = {block.ordinal for block in reservation.missing}
+        self._cached_tokens = reservation.cached_tokens
+        self._num_tokens = num_tokens
+        self._block_size = block_size
+
+    @property
+    def complete(self) -> bool:
+        return not self._missing
+
+    def adopt(self, ordinal: int) -> None:
+        self._missing.discard(ordinal)
+
+    def message(self, request_id: str, stats: TransferStats | None, error: str = "") -> worker_pb2.HandedOver:
+        """`stats` is None if no block arrived. With `error`, all from the first gap on is computed here."""
+        message = worker_pb2.HandedOver(
+            request_id=request_id, blocks_cached=self._cached_tokens // self._block_size, error=error
+        )
+        if stats is not None:
+            message.blocks_adopted = stats.blocks
+            message.bytes_received = stats.bytes
+            message.transport = stats.transport
+            message.transfer_us = round(stats.seconds * 1e6)
+        if error:
+            message.recomputed_tokens = self._num_tokens - self._resident_tokens()
+        return message
+
+    def _resident_tokens(self) -> int:
+        if not self._missing:
+            return self._cached_tokens
+        return min(self._missing) * self._block_size

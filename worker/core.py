@@ -1,0 +1,130 @@
+"""What both roles are built around: the engine with its thread, the live requests, the report. Decides nothing.
+
+A role's own state belongs to the event loop. The engine thread and the link threads reach it through `notify`, it
+reaches the engine through `post`; no lock is shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, TypeVarTuple
+
+from engine.engine import Engine, StepOutput
+from engine.errors import DeadlineExceeded, Draining, EngineError, InternalError, WorkerLost
+from engine.step_loop import StepLoop
+from kvrelay._wire import PROTOCOL_VERSION
+from kvrelay.v1 import worker_pb2
+from worker.config import WorkerConfig
+from worker.engine_builder import EngineParts
+from worker.live import LiveRequests, T
+from worker.load import LoadReporter
+from worker.session import Session
+
+logger = logging.getLogger(__name__)
+Ts = TypeVarTuple("Ts")
+
+STOP_TIMEOUT_S = 4.0
+"""For each part of a stop."""
+_COMMANDS_PER_REQUEST = 16
+"""More than a request ever has on the engine thread's list, its blocks' arrivals aside."""
+
+
+class WorkerCore(Generic[T]):
+    """Owns the engine thread and the table of live requests of one worker. Created and used on the event loop."""
+
+    def __init__(self, config: WorkerConfig, parts: EngineParts, deliver: Callable[[StepOutput], None]) -> None:
+        """`deliver` gets each step's output, on the engine thread."""
+        self.config = config
+        self.parts = parts
+        self.incarnation = uuid.uuid4().hex
+        self.live: LiveRequests[T] = LiveRequests(parts.max_requests)
+        self._step_loop = StepLoop(
+            parts.engine,
+            deliver,
+            on_fault=self._on_fault,
+            max_pending=parts.kv.num_blocks + _COMMANDS_PER_REQUEST * parts.max_requests,
+        )
+        self._reporter = LoadReporter(self._step_loop, parts.engine.stats())
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining = False
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._step_loop.start()
+
+    async def drain(self, timeout_s: float) -> None:
+        """From now on `check_new` refuses; returns when nothing is live, or after `timeout_s`."""
+        self._draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.live.wait_empty()
+
+    async def stop(self, close_links: Callable[[float], None]) -> None:
+        """End the links by `close_links(timeout)`, then the engine thread, and give the pool's memory back.
+
+        What is live was cancelled by the caller; it gets a moment to end in the usual way. If a thread does not end
+        in time the pool stays, because that thread may be using it.
+        """
+        await self.drain(STOP_TIMEOUT_S)
+        try:
+            await asyncio.to_thread(close_links, STOP_TIMEOUT_S)
+            await asyncio.to_thread(self._step_loop.stop, STOP_TIMEOUT_S)
+        except (DeadlineExceeded, InternalError) as error:
+            logger.error("the KV pool is kept: %s", error)
+            return
+        self.parts.kv.close()
+
+    def welcome(self, role: str, link_endpoint: bytes = b"") -> worker_pb2.Welcome:
+        return worker_pb2.Welcome(
+            protocol=PROTOCOL_VERSION,
+            worker_id=self.config.worker_id,
+            incarnation=self.incarnation,
+            role=role,
+            model=self.config.model_name,
+            fingerprint=self.parts.identity.model_fingerprint,
+            block_size=self.parts.kv.layout.block_size,
+            num_blocks=self.parts.kv.num_blocks,
+            max_model_len=self.parts.max_model_len,
+            link_endpoint=link_endpoint,
+            pid=os.getpid(),
+        )
+
+    async def load(self) -> worker_pb2.Load:
+        return await self._reporter.report()
+
+    def check_new(self, session: Session, request_id: str) -> None:
+        """Raises `Draining`, `QueueFull` or `MalformedRequest` if this worker cannot take the request."""
+        if self._draining:
+            raise Draining(f"worker {self.config.worker_id} is stopping")
+        self.live.check_new(session, request_id)
+
+    def ended(self, record: T, error: EngineError | None) -> None:
+        """Nothing of the request is left: forget it and tell the router."""
+        self.live.remove(record)
+        if error is not None:
+            self.count(error)
+        record.session.send_ended(record.request_id, error)
+
+    def count(self, error: EngineError) -> None:
+        """For the load report."""
+        self._reporter.errors[type(error).__name__] += 1
+
+    def notify(self, callback: Callable[[*Ts], None], *args: *Ts) -> None:
+        """From any thread: run `callback` on the event loop, in the order of the calls of each thread."""
+        assert self._loop is not None, "the worker was not started"
+        self._loop.call_soon_threadsafe(callback, *args)
+
+    def post(self, operation: Callable[[Engine], None]) -> None:
+        """Run `operation` on the engine thread before its next step; dropped once that thread has stopped."""
+        with suppress(WorkerLost):
+            self._step_loop.post(operation)
+
+    def _on_fault(self, error: Exception) -> None:
+        """On the engine thread: something other than one batch failed. The loop goes on."""
+        logger.error("fault on the engine thread", exc_info=error)
+        self.notify(self.count, InternalError(str(error)))

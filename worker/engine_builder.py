@@ -1,0 +1,78 @@
+"""From settings to a running engine: model, KV pool, engine, and how long each took. Knows no role."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.block_hash import BlockIdentity
+from engine.config import CacheConfig, EngineConfig
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.kv_cache import KvCache, blocks_that_fit
+from engine.kv_layout import KvLayout
+from engine.model.llama import Model
+from engine.model.registry import load_model
+from engine.model_config import model_fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What a role is built around. The role closes `kv` when nothing uses it any more."""
+
+    engine: Engine
+    kv: KvCache
+    identity: BlockIdentity
+    max_model_len: int
+    max_requests: int
+    """Requests that the engine takes, running and waiting together."""
+    timings: Mapping[str, float]
+    """Seconds of each part of the build."""
+
+
+def build_engine(config: EngineConfig) -> EngineParts:
+    """Load the model and assemble an engine around it. Raises `ModelError` or `ConfigError`."""
+    torch.set_num_threads(config.num_threads)
+    started = time.monotonic()
+    model = load_model(Path(config.model_path), config.dtype)
+    loaded = time.monotonic()
+    fingerprint = model_fingerprint(Path(config.model_path))
+    timings = {"model_s": loaded - started, "fingerprint_s": time.monotonic() - loaded}
+    return assemble_engine(model, fingerprint, config, timings)
+
+
+def assemble_engine(
+    model: Model, fingerprint: bytes, config: EngineConfig, timings: Mapping[str, float] | None = None
+) -> EngineParts:
+    """An engine around `model`, with a pool of its own. On an error no pool is left open."""
+    started = time.monotonic()
+    shape = model.config
+    max_model_len = config.max_model_len or shape.max_model_len
+    if max_model_len > shape.max_model_len:
+        raise ConfigError(f"max_model_len {max_model_len} is more than the model's {shape.max_model_len}")
+    layout = KvLayout(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=config.block_size,
+        dtype=config.dtype,
+    )
+    num_blocks = config.num_blocks_override or blocks_that_fit(layout, config.kv_memory_bytes)
+    cache_config = CacheConfig(
+        num_blocks=num_blocks, block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching
+    )
+    identity = BlockIdentity(model_fingerprint=fingerprint, kv_dtype=config.dtype, block_size=config.block_size)
+    kv = KvCache(layout, num_blocks)
+    engine = Engine(model, kv, cache_config, config.scheduler, identity, max_model_len)
+    return EngineParts(
+        engine=engine,
+        kv=kv,
+        identity=identity,
+        max_model_len=max_model_len,
+        max_requests=config.scheduler.max_num_seqs + config.scheduler.max_waiting,
+        timings={**(timings or {}), "kv_and_engine_s": time.monotonic() - started},
+    )

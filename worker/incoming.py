@@ -1,0 +1,35 @@
+"""Reads what a router asks of a worker into the engine's terms, and refuses what cannot be meant."""
+
+from __future__ import annotations
+
+from engine.block_hash import unpack_tokens
+from engine.errors import RequestError
+from engine.request import Request, RequestKind
+from kvrelay._wire import sampling_from_proto
+from kvrelay.v1 import worker_pb2
+
+MAX_SCOPE_BYTES = 256
+
+
+def read_request(
+    message: worker_pb2.Reserve | worker_pb2.Prefill, key: str, kind: RequestKind, arrival: float
+) -> Request:
+    """The engine's request, known there by `key`. Raises `RequestError` naming the field."""
+    if len(message.scope) > MAX_SCOPE_BYTES:
+        raise RequestError("scope", f"at most {MAX_SCOPE_BYTES} bytes, got {len(message.scope)}")
+    return Request(
+        request_id=key,
+        token_ids=unpack_tokens(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        params=sampling_from_proto(message.sampling),
+        scope=message.scope,
+        arrival=arrival,
+        kind=kind,
+    )
+
+
+def read_timeout_s(message: worker_pb2.Reserve | worker_pb2.Prefill, max_timeout_s: float) -> float:
+    """What is left of the request's deadline, at most `max_timeout_s`. Raises `RequestError` if nothing is."""
+    if message.timeout_ms == 0:
+        raise RequestError("timeout_ms", "must be at least 1: every request has a deadline")
+    return min(message.timeout_ms / 1000, max_timeout_s)

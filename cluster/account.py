@@ -1,0 +1,87 @@
+"""Turns what the supervisor sees into what others read: the record on disk, and updates for a display."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from cluster import state
+from cluster.processes import ProcessId
+from cluster.reconcile import ROUTER_ID, Phase
+from cluster.spec import ClusterSpec
+from cluster.supervisor import Snapshot
+from cluster.updates import Listener, MemberTrouble, Ready, StageBegan, StageDone
+
+
+class Account:
+    """Owns the record of one run. Tells each start of a member, each death, and the first moment of readiness."""
+
+    def __init__(self, record: state.ClusterRecord, spec: ClusterSpec, tell: Listener, started: float) -> None:
+        """`started` is the monotonic time from which readiness is counted. Writes the first record."""
+        self.record = record
+        self._roles = {ROUTER_ID: "router"} | {
+            worker_id: role for role in ("prefill", "decode") for worker_id in spec.worker_ids(role)
+        }
+        self._tell = tell
+        self._started = started
+        self._began: dict[str, float] = {}
+        self._seen: dict[str, tuple[Phase, int]] = {}
+        state.write_record(record)
+
+    def ray_started(self, address: str, processes: tuple[ProcessId, ...]) -> None:
+        self.record = replace(self.record, ray_address=address, ray_processes=processes)
+        state.write_record(self.record)
+
+    def changed(self, snapshot: Snapshot) -> None:
+        """Take over the supervisor's view. On the event loop; the write is a small file on a local disk."""
+        for member in snapshot.members:
+            self._tell_member(member.view.member_id, member.view.phase, member.view.attempt, member.view.last_reason)
+        first_ready = snapshot.ready and not self.record.ready
+        members = tuple(
+            state.MemberRecord(
+                member_id=member.view.member_id,
+                role=self._roles[member.view.member_id],
+                address=member.report.address,
+                incarnation=member.report.incarnation,
+                process=member.report.process,
+            )
+            for member in snapshot.members
+            if member.report is not None
+        )
+        record = replace(
+            self.record,
+            ready=snapshot.ready or self.record.ready,
+            router_address=snapshot.router_address or self.record.router_address,
+            members=members,
+        )
+        if record != self.record:
+            self.record = record
+            state.write_record(record)
+        if first_ready:
+            self._tell_ready()
+
+    def _tell_member(self, member_id: str, phase: Phase, attempt: int, last_reason: str) -> None:
+        before, self._seen[member_id] = self._seen.get(member_id), (phase, attempt)
+        if before == (phase, attempt):
+            return
+        if phase is Phase.STARTING:
+            self._began[member_id] = time.monotonic()
+            self._tell(StageBegan(member_id, "" if attempt == 1 else f"start {attempt}"))
+        elif phase is Phase.READY:
+            self._tell(StageDone(member_id, time.monotonic() - self._began[member_id]))
+        elif phase is Phase.ABSENT and last_reason:
+            self._tell(MemberTrouble(member_id, last_reason))
+
+    def _tell_ready(self) -> None:
+        record = self.record
+        self._tell(
+            Ready(
+                name=record.name,
+                model=record.model,
+                router_address=record.router_address,
+                ray_address=record.ray_address,
+                log_path=record.log_path,
+                pid=record.process.pid,
+                seconds=time.monotonic() - self._started,
+            )
+        )

@@ -1,0 +1,175 @@
+"""One run of a cluster in this process, from a spec to the last process gone.
+
+    model ─▶ Ray ─▶ router and workers, all at once ─▶ ready ─▶ (a job, or until a signal) ─▶ stop in order ─▶ Ray ends
+
+The main thread runs it: signals come here, and Ray's processes end with the thread that started them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from cluster import state
+from cluster.account import Account
+from cluster.config import default_model_dir, prepare_ray_environment, ray_dir
+from cluster.processes import ProcessId
+from cluster.spec import ROLES, ClusterSpec
+from cluster.supervisor import Snapshot, Supervisor
+from cluster.updates import Failed, Listener, StageBegan, StageDone, StageMoved
+from engine.errors import ConfigError, EngineError
+from engine.model_store import pull_model
+
+if TYPE_CHECKING:
+    from cluster.ray_runtime import RayRuntime
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Job = Callable[[state.ClusterRecord], Awaitable[None]]
+
+
+class ClusterRun:
+    """Owns everything that one run of a cluster leaves on the machine: the record, the Ray, the processes."""
+
+    def __init__(
+        self, spec: ClusterSpec, tell: Listener, *, started: float, log_path: str = "", cluster_id: str = ""
+    ) -> None:
+        """`started` is the monotonic time at which the command began; `log_path` is for a run without a terminal;
+        `cluster_id` is made unless it was agreed with somebody."""
+        self._spec = spec
+        self._tell = tell
+        self._started = started
+        self._log_path = log_path
+        self._cluster_id = cluster_id or uuid.uuid4().hex
+        self._ready = asyncio.Event()
+        self._interrupted = False
+
+    def run(self, job: Job | None = None) -> None:
+        """Bring the cluster up; do `job`, or serve until SIGINT, SIGTERM or SIGHUP; take everything down.
+
+        A second signal does not wait for requests that run. Raises the `EngineError` for which the cluster could not
+        start, did not stay up, or the job failed. However it ends, no process, record or Ray of it is left.
+        """
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _exit_on_signal)
+        with state.sole_owner(self._spec.name):
+            try:
+                self._check_port()
+                account = Account(self._first_record(), self._spec, self._tell, self._started)
+                model_path = self._get_model()
+                self._run_on_ray(account, model_path, job)
+            except EngineError as error:
+                self._tell(Failed(str(error)))
+                raise
+            finally:
+                state.remove_record(self._spec.name, self._cluster_id)
+
+    def _check_port(self) -> None:
+        """Say at once, rather than seconds later, that the port is in use."""
+        where = (self._spec.router.host, self._spec.router.port)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(where)
+            except OSError as error:
+                raise ConfigError(f"router.port: cannot listen on {where[0]}:{where[1]}: {error.strerror}") from error
+
+    def _first_record(self) -> state.ClusterRecord:
+        return state.ClusterRecord(
+            name=self._spec.name,
+            cluster_id=self._cluster_id,
+            process=ProcessId.mine(),
+            router_address="",
+            model=self._spec.model,
+            ready=False,
+            started_at=time.time(),
+            log_path=self._log_path,
+            ray_address="",
+        )
+
+    def _get_model(self) -> str:
+        began = time.monotonic()
+        self._tell(StageBegan("model", self._spec.model))
+        folder = pull_model(
+            self._spec.model, default_model_dir(), lambda part, share: self._tell(StageMoved("model", part, share))
+        )
+        self._tell(StageDone("model", time.monotonic() - began, self._spec.model))
+        return str(folder)
+
+    def _run_on_ray(self, account: Account, model_path: str, job: Job | None) -> None:
+        began = time.monotonic()
+        spec = self._spec.ray
+        self._tell(StageBegan("ray", spec.address))
+        prepare_ray_environment(cluster_id=self._cluster_id, local=spec.local, auth_token=secrets.token_hex(32))
+        from cluster.ray_runtime import RayRuntime  # Ray reads its environment while it is imported
+
+        ray = RayRuntime(
+            spec,
+            cluster_id=self._cluster_id,
+            name=self._spec.name,
+            folder=ray_dir(self._spec.name),
+            num_actors=1 + sum(len(self._spec.worker_ids(role)) for role in ROLES),
+        )
+        try:
+            account.ray_started(ray.address, ray.processes)
+            self._tell(StageDone("ray", time.monotonic() - began, ray.address))
+            asyncio.run(self._serve(ray, account, model_path, job))
+        finally:
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # what is left to do is bounded, and must be done
+            ray.close()
+
+    async def _serve(self, ray: RayRuntime, account: Account, model_path: str, job: Job | None) -> None:
+        from cluster.ray_host import RayHost
+        from decode_worker.actor import DecodeActor
+        from prefill_worker.actor import PrefillActor
+
+        host = RayHost(self._spec, model_path, ray, {"prefill": PrefillActor, "decode": DecodeActor})
+
+        def changed(snapshot: Snapshot) -> None:
+            account.changed(snapshot)
+            if snapshot.ready:
+                self._ready.set()
+
+        workers = [worker_id for role in ROLES for worker_id in self._spec.worker_ids(role)]
+        supervisor = Supervisor(host, workers, self._spec.supervision, changed)
+        for number in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, supervisor)
+        if job is None:
+            await supervisor.run()
+            return
+        work = asyncio.create_task(self._do(job, account, supervisor))
+        try:
+            await supervisor.run()
+        finally:
+            if not work.done():
+                work.cancel()
+            await asyncio.wait({work})
+        if not work.cancelled():
+            work.result()
+
+    async def _do(self, job: Job, account: Account, supervisor: Supervisor) -> None:
+        await self._ready.wait()
+        try:
+            await job(account.record)
+        finally:
+            supervisor.request_stop()
+
+    def _on_signal(self, supervisor: Supervisor) -> None:
+        if self._interrupted:
+            supervisor.give_up("interrupted twice")
+        self._interrupted = True
+        supervisor.request_stop()
+
+
+def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
+    # Through every `finally` on the way, like Ctrl-C.
+    sys.exit(128 + number)

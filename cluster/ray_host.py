@@ -1,0 +1,152 @@
+"""Runs a cluster's actors on Ray, for the supervisor: which class, which arguments, what Ray's errors mean.
+
+Ray never restarts an actor by itself: a restart is the supervisor's decision, and a new incarnation.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RaySystemError, RayTaskError
+
+from cluster.processes import ProcessId, gone
+from cluster.ray_runtime import RayRuntime
+from cluster.reconcile import ROUTER_ID
+from cluster.router_actor import RouterActor
+from cluster.spec import ROLES, ClusterSpec
+from cluster.supervisor import ActorLost, ReadyReport
+from engine.errors import EngineError, InternalError
+
+logger = logging.getLogger(__name__)
+
+LOG_TAIL_BYTES = 4096
+
+ResultT = TypeVar("ResultT")
+
+
+class RayHost:
+    """Starts the actors of one cluster. A `Host` of `cluster.supervisor`."""
+
+    def __init__(
+        self, spec: ClusterSpec, model_path: str, runtime: RayRuntime, worker_classes: Mapping[str, type]
+    ) -> None:
+        """`worker_classes` by role: made from a `WorkerConfig`, with the methods `start`, `stop` and `until_gone`."""
+        self._spec = spec
+        self._worker_classes = worker_classes
+        self._model_path = model_path
+        self._runtime = runtime
+        self._router_config = spec.router_config(model_path)
+        self._roles = {worker_id: role for role in ROLES for worker_id in spec.worker_ids(role)}
+
+    def start(self, member_id: str) -> RayHandle:
+        if member_id == ROUTER_ID:
+            drain_s = self._spec.supervision.drain_s
+            return RayHandle(self, self._create(RouterActor, 1, self._router_config, drain_s), pins_port=True)
+        role = self._roles[member_id]
+        config = self._spec.worker_config(role, member_id, self._model_path)
+        # Of a Ray of our own each actor takes one CPU, whatever it uses: Ray holds one process ready for each.
+        num_cpus = 1 if self._runtime.local else config.engine.num_threads
+        return RayHandle(self, self._create(self._worker_classes[role], num_cpus, config), pins_port=False)
+
+    async def lost(self) -> str:
+        return await self._runtime.lost()
+
+    def pin_router_port(self, address: str) -> None:
+        """A restarted router must be where clients expect it, also if the port was for us to choose."""
+        self._router_config = replace(self._router_config, port=int(address.rpartition(":")[2]))
+
+    def log_tail(self, process: ProcessId | None) -> str:
+        """The last words of an actor on this machine."""
+        folder = self._runtime.log_dir
+        if folder is None or process is None:
+            return ""
+        return "".join(_tail(path) for path in sorted(folder.glob(f"worker-*-{process.pid}.err")))
+
+    def _create(self, actor_class: type, num_cpus: int, *arguments: object) -> ActorHandle[Any]:
+        remote_class: Any = ray.remote(actor_class)
+        actor: ActorHandle[Any] = remote_class.options(num_cpus=num_cpus, max_restarts=0, max_task_retries=0).remote(
+            *arguments
+        )
+        return actor
+
+
+class RayHandle:
+    """One actor. A `Handle` of `cluster.supervisor`."""
+
+    def __init__(self, host: RayHost, actor: ActorHandle[Any], pins_port: bool) -> None:
+        self._host = host
+        self._actor = actor
+        self._pins_port = pins_port
+        self._process: ProcessId | None = None
+        self._killed = False
+
+    async def ready(self) -> ReadyReport:
+        report: dict[str, Any] = await _result(self._actor.start.remote())
+        local = report.get("node", os.uname().nodename) == os.uname().nodename
+        self._process = ProcessId.of(report["pid"]) if local else None
+        if self._pins_port:
+            self._host.pin_router_port(report["address"])
+        return ReadyReport(report["address"], report["incarnation"], self._process, report.get("timings", {}))
+
+    async def gone(self) -> str:
+        try:
+            await _result(self._actor.until_gone.remote())
+            reason = "its tripwire returned"
+        except ActorLost as error:
+            reason = str(error)
+        if self._process is not None:
+            await gone(self._process)
+        if not self._killed and (words := self._host.log_tail(self._process)):
+            logger.warning("the last words of process %d:\n%s", self._process.pid if self._process else 0, words)
+        return reason
+
+    async def stop(self) -> None:
+        await _result(self._actor.stop.remote())
+
+    async def set_workers(self, addresses: Mapping[str, str], timeout_s: float) -> str:
+        return str(await _result(self._actor.set_workers.remote(dict(addresses), timeout_s)))
+
+    def kill(self) -> None:
+        self._killed = True
+        try:
+            ray.kill(self._actor, no_restart=True)
+        except (RayError, ValueError) as error:
+            logger.debug("ray.kill: %s", error)  # it is dead already
+
+
+async def _result(call: Awaitable[ResultT]) -> ResultT:
+    """The result of an actor's method. Raises what the method raised if that is ours, else `ActorLost`."""
+    try:
+        return await call
+    except RayTaskError as error:
+        if isinstance(error.cause, EngineError):
+            raise error.cause from None
+        logger.error("an actor failed:\n%s", error.traceback_str)
+        raise InternalError(f"{type(error.cause).__name__}: {error.cause}") from None
+    except (RayActorError, ActorUnschedulableError, RaySystemError) as error:
+        raise ActorLost(_first_line(error)) from error
+
+
+def _first_line(error: RayError) -> str:
+    """Ray explains an actor's death over many lines; the one with the cause names the exit."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for line in lines:
+        if "exit_type" in line or "Worker exit" in line or "worker process has died" in line:
+            return line
+    return lines[0] if lines else type(error).__name__
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

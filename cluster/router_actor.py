@@ -1,0 +1,56 @@
+"""The router as a Ray actor: Ray starts and watches its process, and carries none of its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from router.config import RouterConfig
+from router.server import RouterServer
+
+
+class RouterActor:
+    def __init__(self, config: RouterConfig, drain_s: float) -> None:
+        logging.basicConfig(
+            level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {config.router_id} %(levelname)s %(message)s"
+        )
+        self._server = RouterServer(config)
+        self._drain_s = drain_s
+
+    async def start(self) -> dict[str, Any]:
+        """Serve; returns the ready report. Raises what `RouterServer.start` raises."""
+        return {
+            "worker_id": "router",
+            "incarnation": uuid.uuid4().hex,
+            "role": "router",
+            "address": await self._server.start(),
+            "pid": os.getpid(),
+        }
+
+    async def set_workers(self, addresses: Mapping[str, str], timeout_s: float) -> str:
+        """Serve with exactly these workers, and wait for the sessions with them.
+
+        Returns an empty text when all are connected, else, after `timeout_s`, which are not and why.
+        """
+        self._server.set_workers(addresses)
+        registry = self._server.registry
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not addresses.keys() <= {snapshot.worker_id for snapshot in registry.snapshots()}:
+                    await registry.changed()
+                return ""
+        return registry.why_not_ready()
+
+    async def stop(self) -> None:
+        """Take no new calls, let the live ones finish within the drain time. Idempotent."""
+        await self._server.stop(self._drain_s)
+
+    async def until_gone(self) -> None:
+        """Never returns. A call that waits here fails at once when this process ends, however it ends."""
+        await asyncio.Event().wait()

@@ -1,0 +1,231 @@
+"""What a cluster shall be: the model, the pools, the router, how to get at Ray. Knows no file and no environment."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from engine.config import EngineConfig, SchedulerConfig
+from engine.errors import ConfigError
+from router.config import RouterConfig
+from worker.config import WorkerConfig
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_PORT = 8600
+"""Below 10000: Ray takes 10002 to 19999 for its workers, the kernel takes 32768 to 60999 for outgoing connections."""
+PREFILL, DECODE = "prefill", "decode"
+ROLES = (PREFILL, DECODE)
+MAX_REPLICAS = 256
+
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?")
+_ENGINE = EngineConfig(model_path="")
+_SCHEDULER = SchedulerConfig()
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec:
+    """Workers of one role, all alike."""
+
+    replicas: int = 1
+    """Workers of this role. No prefill worker: decode workers compute the prompts themselves."""
+    num_threads: int = _ENGINE.num_threads
+    """Threads of torch in each worker. More threads than cores in all: the workers slow each other down."""
+    kv_memory_bytes: int = _ENGINE.kv_memory_bytes
+    """KV pool of each worker; accepts "512MiB" and "2GiB"."""
+    num_blocks_override: int | None = None
+    block_size: int = _ENGINE.block_size
+    """Tokens a block; the same in both pools."""
+    enable_prefix_caching: bool = True
+    max_model_len: int | None = None
+    """Prompt and output together; by default the model's."""
+    max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens
+    max_num_seqs: int = _SCHEDULER.max_num_seqs
+    max_waiting: int = _SCHEDULER.max_waiting
+    host: str = "127.0.0.1"
+    """Interface for sessions and links. Nothing here authenticates: any other interface is open to its network."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.replicas <= MAX_REPLICAS:
+            raise ConfigError(f"replicas must be in [0, {MAX_REPLICAS}], got {self.replicas}")
+        self.engine("", _ENGINE.dtype)  # its checks are ours
+
+    def engine(self, model_path: str, dtype: str) -> EngineConfig:
+        return EngineConfig(
+            model_path=model_path,
+            dtype=dtype,
+            kv_memory_bytes=self.kv_memory_bytes,
+            num_blocks_override=self.num_blocks_override,
+            block_size=self.block_size,
+            enable_prefix_caching=self.enable_prefix_caching,
+            max_model_len=self.max_model_len,
+            num_threads=self.num_threads,
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_num_seqs=self.max_num_seqs,
+                max_waiting=self.max_waiting,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolsSpec:
+    prefill: PoolSpec = field(default_factory=PoolSpec)
+    decode: PoolSpec = field(default_factory=PoolSpec)
+
+    def __post_init__(self) -> None:
+        if self.decode.replicas < 1:
+            raise ConfigError("decode: replicas must be at least 1: every request ends on a decode worker")
+        if self.prefill.replicas and self.prefill.block_size != self.decode.block_size:
+            raise ConfigError(
+                f"decode: block_size {self.decode.block_size} differs from prefill's {self.prefill.block_size}: "
+                "blocks move between the pools"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    host: str = "127.0.0.1"
+    """Interface for clients. Nothing here authenticates: any other interface is open to its network."""
+    port: int = DEFAULT_PORT
+    """For gRPC; 0 takes a free one."""
+    max_live_requests: int = 1024
+    """Requests at once; one more is refused with a retry hint."""
+    default_timeout_s: float = 600.0
+    """Deadline of a call that brings none."""
+
+    def __post_init__(self) -> None:
+        RouterConfig(  # its checks are ours
+            model_path="",
+            model_name="any",
+            host=self.host,
+            port=self.port,
+            max_live_requests=self.max_live_requests,
+            default_timeout_s=self.default_timeout_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySpec:
+    address: str = "local"
+    """`local` starts a Ray of our own and stops it with us; `auto` or HOST:PORT joins a running one."""
+    object_store_bytes: int = 80 * _MIB
+    """Of a Ray of our own; Ray's minimum is 75 MiB. No KV, prompt or token travels through it."""
+    helpers: bool = False
+    """Start the processes of a Ray of our own that only its dashboard, metrics, log forwarding, autoscaler and runtime
+    environments need. They cost some seconds of start and 0.4 GB."""
+
+    def __post_init__(self) -> None:
+        if self.address not in ("local", "auto") and not re.fullmatch(r"[^\s:/]+:\d{1,5}", self.address):
+            raise ConfigError(f"address must be local, auto or HOST:PORT, got {self.address!r}")
+        if self.object_store_bytes < 75 * _MIB:
+            raise ConfigError(f"object_store_bytes must be at least 75 MiB, got {self.object_store_bytes}")
+
+    @property
+    def local(self) -> bool:
+        return self.address == "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisionSpec:
+    """Bounds of everything that the supervisor waits for, and how it treats a worker that dies again and again."""
+
+    start_timeout_s: float = 120.0
+    """From asking Ray for a worker until it serves."""
+    drain_s: float = 1.0
+    """On a stop, requests that run may finish within this time."""
+    stop_timeout_s: float = 10.0
+    """From asking a worker to stop until it is killed."""
+    backoff_min_s: float = 0.5
+    backoff_max_s: float = 30.0
+    """Pause before a dead worker is started again; doubles from the one to the other."""
+    stable_s: float = 60.0
+    """A worker that served for this long starts the pauses anew."""
+    max_first_starts: int = 3
+    """Starts of a worker that never served, before the whole `up` fails with its reason."""
+
+    def __post_init__(self) -> None:
+        for name in ("start_timeout_s", "stop_timeout_s", "backoff_min_s", "stable_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if not self.drain_s >= 0:
+            raise ConfigError(f"drain_s must be at least 0, got {self.drain_s}")
+        if not self.backoff_max_s >= self.backoff_min_s:
+            raise ConfigError(f"backoff_max_s {self.backoff_max_s} is below backoff_min_s {self.backoff_min_s}")
+        if self.max_first_starts < 1:
+            raise ConfigError(f"max_first_starts must be at least 1, got {self.max_first_starts}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """One cluster: a router, prefill workers, decode workers, one model. Two clusters of one machine differ in name."""
+
+    name: str = "default"
+    model: str = DEFAULT_MODEL
+    """An alias, a Hugging Face id, a folder of safetensors, or a GGUF file."""
+    dtype: str = _ENGINE.dtype
+    """Of weights, activations and KV."""
+    pools: PoolsSpec = field(default_factory=PoolsSpec)
+    router: RouterSpec = field(default_factory=RouterSpec)
+    ray: RaySpec = field(default_factory=RaySpec)
+    supervision: SupervisionSpec = field(default_factory=SupervisionSpec)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(f"name must be 1 to 32 of a-z, 0-9 and inner dashes, got {self.name!r}")
+        if not self.model:
+            raise ConfigError("model must not be empty")
+        self.pools.decode.engine("", self.dtype)  # its check of dtype is ours
+
+    def with_overrides(
+        self,
+        *,
+        name: str | None = None,
+        model: str | None = None,
+        prefill: int | None = None,
+        decode: int | None = None,
+        port: int | None = None,
+    ) -> ClusterSpec:
+        """This spec with what the command line says. Raises `ConfigError` as the constructor does."""
+        pools = PoolsSpec(
+            prefill=_with_replicas(self.pools.prefill, prefill), decode=_with_replicas(self.pools.decode, decode)
+        )
+        router = self.router if port is None else replace(self.router, port=port)
+        return replace(
+            self,
+            name=self.name if name is None else name,
+            model=self.model if model is None else model,
+            pools=pools,
+            router=router,
+        )
+
+    def pool(self, role: str) -> PoolSpec:
+        return {PREFILL: self.pools.prefill, DECODE: self.pools.decode}[role]
+
+    def worker_ids(self, role: str) -> tuple[str, ...]:
+        return tuple(f"{role}-{index}" for index in range(self.pool(role).replicas))
+
+    def worker_config(self, role: str, worker_id: str, model_path: str) -> WorkerConfig:
+        pool = self.pool(role)
+        return WorkerConfig(
+            worker_id=worker_id,
+            model_name=self.model,
+            host=pool.host,
+            drain_s=self.supervision.drain_s,
+            engine=pool.engine(model_path, self.dtype),
+        )
+
+    def router_config(self, model_path: str) -> RouterConfig:
+        return RouterConfig(
+            model_path=model_path,
+            model_name=self.model,
+            host=self.router.host,
+            port=self.router.port,
+            router_id=f"{self.name}-router",
+            max_live_requests=self.router.max_live_requests,
+            default_timeout_s=self.router.default_timeout_s,
+        )
+
+
+def _with_replicas(pool: PoolSpec, replicas: int | None) -> PoolSpec:
+    return pool if replicas is None else replace(pool, replicas=replicas)

@@ -1,0 +1,291 @@
+"""Keeps a cluster as its spec wants it: carries out what `reconcile` decides, and feeds what happened back as events.
+
+One task lives with each actor, from its start to its death. Nothing here knows Ray: a `Host` runs the actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cluster.processes import ProcessId
+from cluster.reconcile import (
+    ROUTER_ID,
+    ActorDied,
+    ActorReady,
+    Event,
+    HostLost,
+    Instruction,
+    KillActor,
+    MemberView,
+    PublishWorkers,
+    Reconciler,
+    StartActor,
+    StopActor,
+    StopRequested,
+)
+from cluster.spec import SupervisionSpec
+from engine.errors import EngineError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 15.0
+"""For the router to have a session with every worker that it was told of."""
+CALL_TIMEOUT_S = 5.0
+"""For an actor to answer a call, beyond what the call itself may wait for."""
+KILL_TIMEOUT_S = 10.0
+"""From killing an actor until its death is confirmed."""
+
+
+class ActorLost(Exception):
+    """The actor's process is gone, or never came to be; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyReport:
+    """What an actor says of itself when it serves."""
+
+    address: str
+    incarnation: str
+    process: ProcessId | None
+    """None if it runs on another machine."""
+    timings: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the parts of its start, as it measured them."""
+
+
+class Handle(Protocol):
+    """One actor. After its death every call raises `ActorLost`."""
+
+    async def ready(self) -> ReadyReport:
+        """Wait until it serves. Raises `ActorLost`, or the `EngineError` for which it cannot serve."""
+
+    async def gone(self) -> str:
+        """Wait until its process is gone; returns why."""
+
+    async def stop(self) -> None:
+        """Have it finish what it can and stop serving. Its process lives on until `kill`."""
+
+    async def set_workers(self, addresses: Mapping[str, str], timeout_s: float) -> str:
+        """Of the router: serve with exactly these. Returns which are not connected after `timeout_s`, and why."""
+
+    def kill(self) -> None:
+        """End the process now. Idempotent; returns before it is gone."""
+
+
+class Host(Protocol):
+    """What runs actors."""
+
+    def start(self, member_id: str) -> Handle:
+        """Begin to start the actor of this member; returns at once."""
+
+    async def lost(self) -> str:
+        """Wait until no actor can be asked for anything any more; returns why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member and, while it serves, what it reported."""
+
+    view: MemberView
+    report: ReadyReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    ready: bool
+    """Every member serves and the router has a session with every worker."""
+    members: tuple[Member, ...]
+    """The router first."""
+
+    @property
+    def router_address(self) -> str:
+        """Empty while it does not serve."""
+        return self.members[0].view.address
+
+
+@dataclass(slots=True)
+class _Life:
+    """One actor's time on earth."""
+
+    member_id: str
+    attempt: int
+    handle: Handle
+    report: ReadyReport | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Supervisor:
+    """Owns the actors of one cluster, through `host`, and the tasks that live with them. On one event loop."""
+
+    def __init__(
+        self,
+        host: Host,
+        worker_ids: Sequence[str],
+        limits: SupervisionSpec,
+        on_change: Callable[[Snapshot], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_change` is called on the event loop whenever something about a member changed."""
+        self._host = host
+        self._limits = limits
+        self._on_change = on_change
+        self._now = now
+        self._reconciler = Reconciler(worker_ids, limits)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()  # an actor's life puts in two at most
+        self._lives: dict[str, _Life] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._publishing: asyncio.Task[None] | None = None
+        self._connected: Mapping[str, str] | None = None
+        """The workers that the present router was last seen connected to."""
+        self._was_ready = False
+
+    async def run(self) -> None:
+        """Bring the cluster up and keep it up until `request_stop`, then take it down in order.
+
+        Raises `UnavailableError` with the reason if the cluster failed. However it ends, no task is left; actors may be
+        left only if the host was lost or this was cancelled.
+        """
+        self._spawn(self._watch_host())
+        error: str | None = None
+        try:
+            self._carry_out(self._reconciler.start(self._now()))
+            self._tell()
+            while not self._reconciler.finished:
+                event = await self._next_event()
+                now = self._now()
+                instructions = self._reconciler.tick(now) if event is None else self._reconciler.handle(event, now)
+                error = self._carry_out(instructions) or error
+                self._tell()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+        if error is not None:
+            raise UnavailableError(error)
+
+    def request_stop(self, error: str | None = None) -> None:
+        """Take the cluster down in order; `error` makes it a failure. Idempotent."""
+        self._events.put_nowait(StopRequested(error))
+
+    def give_up(self, reason: str) -> None:
+        """End `run` at once, whatever still lives."""
+        self._events.put_nowait(HostLost(reason))
+
+    async def _next_event(self) -> Event | None:
+        """None: something became due."""
+        due = self._reconciler.next_due
+        try:
+            async with asyncio.timeout(None if due is None else max(0.0, due - self._now())):
+                return await self._events.get()
+        except TimeoutError:
+            return None
+
+    def _carry_out(self, instructions: Sequence[Instruction]) -> str | None:
+        """Returns the error of a `Finish`."""
+        for instruction in instructions:
+            match instruction:
+                case StartActor(member_id, attempt):
+                    life = self._lives[member_id] = _Life(member_id, attempt, self._host.start(member_id))
+                    self._spawn(self._live(life))
+                case StopActor(member_id, _):
+                    self._spawn(self._end_gently(self._lives[member_id]))
+                case KillActor(member_id, _, reason):
+                    logger.warning("%s is killed: %s", member_id, reason)
+                    self._spawn(self._kill(self._lives[member_id]))
+                case PublishWorkers(addresses):
+                    self._start_publishing(addresses)
+                case _:
+                    return instruction.error
+        return None
+
+    async def _live(self, life: _Life) -> None:
+        member_id, attempt = life.member_id, life.attempt
+        hopeless = False
+        try:
+            life.report = await life.handle.ready()
+            logger.info("%s serves at %s (start %d)", member_id, life.report.address, attempt)
+            self._events.put_nowait(ActorReady(member_id, attempt, life.report.address))
+            reason = await life.handle.gone()
+        except ActorLost as error:
+            reason = str(error)
+        except EngineError as error:
+            reason, hopeless = str(error), not error.retryable
+        life.handle.kill()  # an actor that could not serve is a process still
+        life.report = None
+        life.over.set()
+        logger.warning("%s ended: %s", member_id, reason)
+        self._events.put_nowait(ActorDied(member_id, attempt, reason, hopeless))
+
+    async def _end_gently(self, life: _Life) -> None:
+        try:
+            async with asyncio.timeout(self._limits.drain_s + self._limits.stop_timeout_s):
+                await life.handle.stop()
+        except TimeoutError:
+            logger.warning("%s did not stop within %g s", life.member_id, self._limits.stop_timeout_s)
+        except ActorLost as error:
+            logger.info("%s ended before it stopped: %s", life.member_id, error)
+        await self._kill(life)
+
+    async def _kill(self, life: _Life) -> None:
+        life.handle.kill()
+        try:
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await life.over.wait()
+        except TimeoutError:
+            reason = f"killed; its end was not confirmed within {KILL_TIMEOUT_S:g} s"
+            self._events.put_nowait(ActorDied(life.member_id, life.attempt, reason))
+
+    def _start_publishing(self, addresses: Mapping[str, str]) -> None:
+        # Only the newest list matters. The router gets them in the order in which they were sent.
+        if self._publishing is not None:
+            self._publishing.cancel()
+        self._connected = None
+        self._publishing = self._spawn(self._publish(self._lives[ROUTER_ID], addresses))
+
+    async def _publish(self, router: _Life, addresses: Mapping[str, str]) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S + CALL_TIMEOUT_S):
+                missing = await router.handle.set_workers(addresses, CONNECT_TIMEOUT_S)
+        except ActorLost:
+            return  # its life says so too
+        except TimeoutError:
+            missing = "the router does not answer"
+            router.handle.kill()
+        if not missing:
+            self._connected = addresses
+            self._tell()
+        elif self._was_ready:
+            logger.warning("the router is not connected to every worker: %s", missing)
+        else:
+            self.request_stop(f"the router cannot use its workers: {missing}")
+
+    async def _watch_host(self) -> None:
+        self._events.put_nowait(HostLost(await self._host.lost()))
+
+    def _tell(self) -> None:
+        ready = self._reconciler.all_ready and self._connected is not None
+        self._was_ready = self._was_ready or ready
+        members = []
+        for view in self._reconciler.views():
+            life = self._lives.get(view.member_id)
+            report = life.report if life is not None and view.address else None
+            members.append(Member(view, report))
+        self._on_change(Snapshot(ready, tuple(members)))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A fault of ours must not leave a cluster that nobody watches.
+            logger.error("a task of the supervisor failed", exc_info=error)
+            self.give_up(f"{type(error).__name__}: {error}")

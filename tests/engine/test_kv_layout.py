@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.kv_layout import KvLayout
+
+SMOLLM2 = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
+
+
+def test_a_token_takes_keys_and_values_of_every_layer() -> None:
+    assert SMOLLM2.token_bytes == 2 * 30 * 3 * 64 * 2
+    assert SMOLLM2.block_bytes == 16 * SMOLLM2.token_bytes
+    assert replace(SMOLLM2, dtype="float32").block_bytes == 2 * SMOLLM2.block_bytes
+
+
+def test_the_shape_has_heads_outermost_inside_a_layers_part() -> None:
+    assert SMOLLM2.shape == (30, 2, 3, 16, 64)
+
+
+def test_a_layout_comes_back_from_the_wire() -> None:
+    assert KvLayout.from_wire(SMOLLM2.to_wire()) == SMOLLM2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"num_kv_heads": -3}, "num_kv_heads must be at least 1, got -3"),
+        ({"block_size": "16"}, "block_size must be int, got '16'"),
+        ({"head_dim": True}, "head_dim must be int, got True"),
+        ({"dtype": "int3"}, "KV dtype must be one of"),
+        ({"dtype": None}, "dtype must be str, got None"),
+        ({"pages": 1}, "KV layout has fields"),
+    ],
+)
+def test_a_bad_field_from_the_wire_is_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        KvLayout.from_wire(SMOLLM2.to_wire() | change)
+
+
+def test_a_missing_field_from_the_wire_is_refused() -> None:
+    fields = SMOLLM2.to_wire()
+    del fields["head_dim"]
+
+    with pytest.raises(ConfigError, match="KV layout has fields"):
+        KvLayout.from_wire(fields)

@@ -63,6 +63,11 @@ class Attempt:
         raise AttemptFailed(closed.error, worker_id, retryable=closed.retryable, lost=closed.lost)
 
     @property
+    def local(self) -> bool:
+        """Whether the decode worker was to compute the prompt from the start."""
+        return self.prefill is None
+
+    @property
     def prefill_failed(self) -> bool:
         """Whether the prefill worker ended badly, or without having said anything of use."""
         closed = self.prefill_closed

@@ -216,8 +216,8 @@ class Dispatcher:
     async def _reserve(self, job: _Job, attempt: Attempt, *, patient: bool) -> None:
         """Step 3. Unless `patient`, the worker gets a share of the time only, so that another can still be asked."""
         wait_s = None if patient else job.live.remaining_s() * self._config.reserve_share
-        reserve = self._fill(job, attempt, worker_pb2.Reserve(compute_here=attempt.prefill is None))
-        if attempt.prefill is None:
+        reserve = self._fill(job, attempt, worker_pb2.Reserve(compute_here=attempt.local))
+        if attempt.local:
             attempt.decode.tokens_to_compute = job.num_tokens
         attempt.decode.send(worker_pb2.SessionRequest(reserve=reserve))
         try:
@@ -229,7 +229,8 @@ class Dispatcher:
             worker_id = attempt.decode.worker.worker_id
             error = NoFreeBlocks(f"{worker_id} had no blocks for the request in its share of the time")
             raise AttemptFailed(error, worker_id, retryable=True, lost=False) from None
-        job.waterfall.mark("reserve_rpc", self._clock(), [("reserve_wait", attempt.reserved.wait_us)])
+        if not attempt.local:
+            job.waterfall.mark("reserve_rpc", self._clock(), [("reserve_wait", attempt.reserved.wait_us)])
 
     async def _prefill(self, job: _Job, attempt: Attempt, lane: Lane) -> FinishReason | None:
         """Steps 4 and 5. A reason if the first token was the last; None if the decode worker goes on.
@@ -263,8 +264,10 @@ class Dispatcher:
         """Step 6. Whatever has come goes out as one message."""
         while True:
             outputs, attempt.outputs = attempt.outputs, []
-            if outputs:
-                job.waterfall.mark("decode_prefill", self._clock())  # counts only if none gave the first token before
+            if outputs and not job.waterfall.has_first_token:
+                # Without a prefill worker, `Reserved` says how long the prompt waited for its turn.
+                waited = [("reserve_wait", attempt.reserved.wait_us)] if attempt.local and attempt.reserved else []
+                job.waterfall.mark("decode_prefill", self._clock(), waited)
             reason = self._accept(job, attempt, attempt.decode, outputs)
             await job.stream.flush()
             if reason is not None:

@@ -144,7 +144,7 @@ async def test_without_a_prefill_worker_the_decode_worker_computes_the_prompt(fl
     assert fleet.workers["d0"].all("start") == []
     assert finished.route.prefill_worker == ""
     parts = {part.name: part.duration_us for part in finished.waterfall.parts}
-    assert "decode_prefill" in parts
+    assert list(parts) == ["admit", "place", "reserve_wait", "decode_prefill", "emit"]
     assert sum(parts.values()) == finished.waterfall.ttft_us
 
 

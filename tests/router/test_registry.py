@@ -170,7 +170,8 @@ async def test_a_worker_that_does_not_greet_in_time_is_given_up(workers: Workers
     worker = FakeWorker("decode", "d0")
     worker.greets = False
     registry.add_addresses([await workers.start(worker)])
-    await workers.until(WorkerState.CONNECTING, "no welcome within 0.1 s")
+    client = await workers.until(WorkerState.CONNECTING, "no welcome within 0.1 s")
+    assert client.session is None
 
 
 async def test_set_workers_gives_up_who_is_left_out_and_keeps_the_rest(workers: Workers) -> None:
@@ -191,7 +192,8 @@ async def test_set_workers_gives_up_who_is_left_out_and_keeps_the_rest(workers: 
 async def test_another_worker_at_the_expected_address_is_refused(workers: Workers) -> None:
     registry = workers.start_registry()
     registry.set_workers({"d0": await workers.start(FakeWorker("decode", "d7"))})
-    await workers.until(WorkerState.LOST, "worker 'd7' answers where 'd0' was expected")
+    client = await workers.until(WorkerState.LOST, "worker 'd7' answers where 'd0' was expected")
+    assert client.session is None
 
 
 async def test_close_ends_every_session_and_leaves_no_task(workers: Workers) -> None:

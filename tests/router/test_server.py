@@ -121,6 +121,7 @@ async def test_closing_the_stream_cancels_everywhere(front: Front) -> None:
     call.cancel()
     await front.decode.got("cancel")
     await front.idle()
+    front.server.registry.check_idle()
 
 
 async def test_a_deadline_of_the_call_cancels_everywhere(front: Front) -> None:

@@ -143,6 +143,11 @@ class DecodeWorker:
     async def load(self) -> worker_pb2.Load:
         return await self._core.load()
 
+    async def check_integrity(self) -> None:
+        """Re-derive the invariants of engine and reservation table."""
+        await self._core.check_integrity()
+        self._table.check_integrity()
+
     async def handle(self, session: Session, message: worker_pb2.SessionRequest) -> None:
         match message.WhichOneof("message"):
             case "reserve":

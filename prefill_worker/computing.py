@@ -66,7 +66,7 @@ class PromptComputer:
         elif self._sending.pop(key, None) is not None:
             engine.release_held(key)
 
-    def check_integrity(self) -> None:
+    def check_idle(self) -> None:
         """While nothing is live."""
         assert not self._sending, f"shipments of {list(self._sending)} are left"
         assert not self._busy, f"quarantined blocks of {list(self._busy)} are left"

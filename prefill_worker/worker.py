@@ -106,6 +106,13 @@ class PrefillWorker:
     async def load(self) -> worker_pb2.Load:
         return await self._core.load()
 
+    async def check_integrity(self) -> None:
+        """Re-derive the invariants of engine and sender; while nothing is live, also that nothing is left."""
+        await self._core.check_integrity()
+        self._sender.check_integrity()
+        if not len(self._core.live):
+            self._computer.check_idle()
+
     async def handle(self, session: Session, message: worker_pb2.SessionRequest) -> None:
         match message.WhichOneof("message"):
             case "prefill":

@@ -103,6 +103,10 @@ class WorkerCore(Generic[T]):
             raise Draining(f"worker {self.config.worker_id} is stopping")
         self.live.check_new(session, request_id)
 
+    async def check_integrity(self) -> None:
+        """Re-derive the engine's invariants, on its thread."""
+        await asyncio.wrap_future(self._step_loop.call(Engine.check_integrity))
+
     def ended(self, record: T, error: EngineError | None) -> None:
         """Nothing of the request is left: forget it and tell the router."""
         self.live.remove(record)

@@ -29,13 +29,11 @@ class LoadReporter:
     async def report(self) -> worker_pb2.Load:
         """The engine's state between two steps. If the running step takes longer than `STATS_TIMEOUT_S`, the last one
         known: a long step must not look like a dead worker. Raises `WorkerLost` if the engine thread has ended."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.wrap_future(self._step_loop.call(Engine.stats))
         asked = self._asked
-        if asked is None:
-            asked = self._asked = asyncio.wrap_future(self._step_loop.call(Engine.stats))
         done, _ = await asyncio.wait([asked], timeout=STATS_TIMEOUT_S)
         if done:
-            if self._asked is asked:  # several sessions may have waited for this answer
-                self._asked = None
             self._stats = asked.result()
         return self._message(self._stats)
 

@@ -79,7 +79,7 @@ class Refusal(HandshakeRefused):
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
-        self.code = code
+        self.code = str(code)
 
 
 class Outlet(Protocol):

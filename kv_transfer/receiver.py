@@ -261,13 +261,10 @@ class _ReceiverLink:
                 for ticket_id in frame.ticket_ids:
                     self._renew(link, ticket_id)
             case Finish():
-                progress = self._table.progress(frame.ticket_id)
-                if self._forget(frame.ticket_id) and progress is not None and progress.adopted < progress.total:
-                    short = f"finished after {frame.count} blocks, {progress.adopted} of {progress.total} are adopted"
-                    self._listener.link_lost([frame.ticket_id], ProtocolError(short))
+                short = f"the sender finished after {frame.count} blocks, and not all have come"
+                self._no_more_blocks(frame.ticket_id, ProtocolError(short))
             case Abort():
-                if self._forget(frame.ticket_id) and self._table.missing(frame.ticket_id):
-                    self._listener.link_lost([frame.ticket_id], LinkClosed("the sender aborted the transfer"))
+                self._no_more_blocks(frame.ticket_id, LinkClosed("the sender aborted the transfer"))
             case _:
                 raise ProtocolError(f"a sender sends no {type(frame).__name__}")
 
@@ -320,7 +317,7 @@ class _ReceiverLink:
     def _refuse(self, link: IncomingLink, frame: Block, error: TransferError) -> None:
         self._counters.add("blocks_refused", type(error).__name__)
         self._nack(link, frame.ticket_id, frame.ordinal, error)
-        self._forget(frame.ticket_id)
+        self._tickets.pop(frame.ticket_id, None)
         if self._table.progress(frame.ticket_id) is not None:
             self._listener.block_refused(frame.ticket_id, frame.ordinal, error)
 
@@ -328,19 +325,20 @@ class _ReceiverLink:
         try:
             self._table.renew(ticket_id, time.monotonic())
         except StaleTicket as error:
-            self._forget(ticket_id)
+            self._tickets.pop(ticket_id, None)
             self._counters.add("frames_ignored")
             self._nack(link, ticket_id, None, error)
             return
         self._tickets.setdefault(ticket_id, None)
 
-    def _forget(self, ticket_id: str) -> bool:
-        """This link owes the ticket no more blocks. False, and counted, if it owed none."""
-        known = ticket_id in self._tickets
-        self._tickets.pop(ticket_id, None)
-        if not known:
+    def _no_more_blocks(self, ticket_id: str, error: TransferError) -> None:
+        """The sender has said its last about a ticket. `error` counts if blocks are still missing."""
+        if ticket_id not in self._tickets:
             self._counters.add("frames_ignored")
-        return known
+            return
+        del self._tickets[ticket_id]
+        if self._table.missing(ticket_id):
+            self._listener.link_lost([ticket_id], error)
 
     def _nack(self, link: IncomingLink, ticket_id: str, ordinal: int | None, error: TransferError) -> None:
         self._send_acks(link)  # a refusal must not overtake what was adopted before it

@@ -73,6 +73,7 @@ class MemoryPool:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+        self._bytes = memoryview(b"")
 
 
 @dataclass(frozen=True)
@@ -248,16 +249,32 @@ def same_bytes(source: KvPool, source_block: int, target: KvPool, slot: int) -> 
     return bytes(source.block(source_block)) == bytes(target.block(slot))
 
 
-class Cut(Exception):
-    """Raised by a hook: end the connection here."""
+Pieces = Sequence[bytes | None]
+"""What a proxy passes on, one write each; None ends the connection there."""
+Hook = Callable[[Frame, bytes, bytes], Pieces]
+"""(frame, its encoding, its payload) -> what becomes of it. May wait."""
 
 
-Hook = Callable[[Frame, bytes, bytes], Sequence[bytes]]
-"""(frame, its encoding, its payload) -> the pieces to pass on, each in a write of its own. May wait; may raise `Cut`."""
-
-
-def pass_on(frame: Frame, encoded: bytes, payload: bytes) -> Sequence[bytes]:
+def pass_on(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
     return [encoded + payload]
+
+
+class Gate:
+    """Holds a thread where it is until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._opened = threading.Event()
+
+    def hold(self) -> None:
+        self._reached.set()
+        assert self._opened.wait(WAIT_S), "the gate was never opened"
+
+    def wait_until_reached(self) -> None:
+        assert self._reached.wait(WAIT_S), "nobody came to the gate"
+
+    def open(self) -> None:
+        self._opened.set()
 
 
 class FaultProxy:
@@ -332,9 +349,11 @@ class FaultProxy:
                     payload = bytes(received)
                 hook = self.to_receiver if to_receiver else self.to_sender
                 for piece in hook(frame, encode(frame), payload):
+                    if piece is None:
+                        return
                     target.sendall(piece)
-        except (LinkClosed, ProtocolError, OSError, Cut):
-            pass
+        except (LinkClosed, ProtocolError, OSError):
+            pass  # one of the two ended the link, and the other hears of it now
         finally:
             source.shut_down()
             with suppress(OSError):

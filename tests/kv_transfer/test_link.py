@@ -1,0 +1,330 @@
+"""The handshake: who may link to whom, over what, and what a stranger gets."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kv_links import (
+    FINGERPRINT,
+    LAYOUT,
+    NUM_BLOCKS,
+    SETTINGS,
+    WAIT_S,
+    DecodeSide,
+    Done,
+    Failed,
+    MemoryPool,
+    PrefillSide,
+    decode_side,
+    identity,
+    in_time,
+    only,
+    outgoing,
+    prefill_side,
+    ticket,
+)
+
+from engine.errors import ConfigError, HandshakeRefused, InternalError, LinkClosed, ProtocolError
+from kv_transfer.frame_socket import FrameSocket
+from kv_transfer.frames import Abort, Frame, Hello, Refused, Welcome, encode
+from kv_transfer.identity import LinkEndpoint, PeerIdentity
+from kv_transfer.link import LinkSettings
+from kv_transfer.receiver import KvReceiver
+from kv_transfer.transport_shm import read_only
+
+HELLO = Hello(
+    protocol=1,
+    oldest_protocol=1,
+    worker_id="prefill-0",
+    incarnation="1",
+    target_worker_id="decode-0",
+    target_incarnation="1",
+    fingerprint=FINGERPRINT,
+    layout=LAYOUT.to_wire(),
+    transport="tcp",
+    num_blocks=NUM_BLOCKS,
+    capabilities=("from-2031",),
+)
+
+
+@pytest.fixture
+def decode() -> Iterator[DecodeSide]:
+    with decode_side() as side:
+        yield side
+
+
+@pytest.fixture(scope="module")
+def shared_decode() -> Iterator[DecodeSide]:
+    """For the many examples of a property."""
+    with decode_side() as side:
+        yield side
+
+
+def dial(side: DecodeSide, transport: str = "tcp") -> socket.socket:
+    endpoint = LinkEndpoint.decode(side.receiver.endpoint())
+    if transport == "tcp":
+        return socket.create_connection((endpoint.host, endpoint.port), timeout=WAIT_S)
+    sock = socket.socket(socket.AF_UNIX)
+    assert endpoint.unix_name is not None
+    sock.connect(endpoint.unix_name)
+    return sock
+
+
+def answer_to(side: DecodeSide, hello: Frame) -> Frame | None:
+    with dial(side) as sock:
+        connection = FrameSocket(sock, WAIT_S)
+        connection.send(encode(hello))
+        return connection.receive()
+
+
+def answer_over_unix(side: DecodeSide, hello: Frame, fd: int) -> Frame | None:
+    with dial(side, "shm") as sock:
+        connection = FrameSocket(sock, WAIT_S)
+        connection.send_with_fd(encode(hello), fd)
+        return connection.receive()
+
+
+def begin(prefill: PrefillSide, decode: DecodeSide, endpoint: bytes, incarnation: str = "1") -> None:
+    """A transfer of one block."""
+    expected = decode.expect("t", [5])
+    prefill.sender.open("t", ticket("t", endpoint, expected, incarnation=incarnation), in_time())
+    prefill.sender.send("t", outgoing([0]))
+    prefill.sender.finish("t")
+
+
+@pytest.mark.parametrize(("protocol", "oldest"), [(1, 1), (2, 1)])
+def test_the_newest_common_version_is_spoken(decode: DecodeSide, protocol: int, oldest: int) -> None:
+    answer = answer_to(decode, replace(HELLO, protocol=protocol, oldest_protocol=oldest))
+
+    assert answer == Welcome(protocol=1, capabilities=())
+
+
+@pytest.mark.parametrize(
+    ("hello", "code", "reason"),
+    [
+        (replace(HELLO, protocol=3, oldest_protocol=2), "protocol", "versions 2 to 3"),
+        (replace(HELLO, protocol=0, oldest_protocol=0), "protocol", "versions 0 to 0"),
+        (replace(HELLO, target_worker_id="decode-1"), "identity", "decode-1/1 is wanted, this is decode-0/1"),
+        (replace(HELLO, target_incarnation="0"), "identity", "decode-0/0 is wanted"),
+        (replace(HELLO, fingerprint=bytes(32)), "fingerprint", "the models differ"),
+        (replace(HELLO, layout=replace(LAYOUT, block_size=16).to_wire()), "layout", "block_size=16"),
+        (replace(HELLO, layout={"num_layers": 4}), "layout", "KV layout has fields"),
+        (replace(HELLO, transport="shm"), "transport", "not possible on this socket"),
+        (replace(HELLO, transport="carrier-pigeon"), "transport", "carrier-pigeon"),
+    ],
+)
+def test_a_worker_that_cannot_exchange_blocks_is_told_why(
+    decode: DecodeSide, hello: Hello, code: str, reason: str
+) -> None:
+    answer = answer_to(decode, hello)
+
+    assert isinstance(answer, Refused)
+    assert (answer.code, reason in answer.message) == (code, True), answer.message
+
+
+@pytest.mark.parametrize(
+    ("worker", "reason"),
+    [
+        (replace(identity("prefill-0"), fingerprint=bytes(32)), r"decode-0 refuses the link \(fingerprint\)"),
+        (identity("prefill-0", layout=replace(LAYOUT, dtype="bfloat16")), r"\(layout\).*bfloat16"),
+    ],
+)
+def test_a_refused_link_fails_the_transfer_with_the_reason(
+    decode: DecodeSide, worker: PeerIdentity, reason: str
+) -> None:
+    with prefill_side(pool=MemoryPool(worker.layout), worker=worker) as prefill:
+        begin(prefill, decode, decode.receiver.endpoint())
+
+        failed = prefill.listener.next()
+
+        assert failed == Failed("t", HandshakeRefused)
+        assert isinstance(failed, Failed)
+        assert re.search(reason, failed.message), failed.message
+        assert prefill.sender.stats().fallbacks == 0
+
+
+def test_a_restarted_decode_worker_is_another_peer(decode: DecodeSide) -> None:
+    with prefill_side() as prefill:
+        begin(prefill, decode, decode.receiver.endpoint(), incarnation="0")
+
+        assert prefill.listener.next() == Failed("t", HandshakeRefused)
+
+
+def test_shared_memory_is_preferred_where_both_can(decode: DecodeSide) -> None:
+    with prefill_side() as prefill:
+        begin(prefill, decode, decode.receiver.endpoint())
+
+        done = prefill.listener.next()
+        assert isinstance(done, Done)
+        assert done.stats.transport == "shm"
+        assert prefill.sender.stats().fallbacks == 0
+
+
+def test_a_pool_that_its_owner_could_shrink_is_not_mapped_and_the_link_falls_back_to_tcp(decode: DecodeSide) -> None:
+    with prefill_side(pool=MemoryPool(sealed=False)) as prefill:
+        begin(prefill, decode, decode.receiver.endpoint())
+
+        done = prefill.listener.next()
+        assert isinstance(done, Done)
+        assert done.stats.transport == "tcp"
+        assert prefill.sender.stats().fallbacks == 1
+        assert decode.receiver.stats().links_refused == {"transport": 1}
+
+
+def test_a_unix_socket_that_is_gone_falls_back_to_tcp(decode: DecodeSide) -> None:
+    endpoint = replace(LinkEndpoint.decode(decode.receiver.endpoint()), unix_name=b"\0kvrelay-nobody-listens")
+    with prefill_side() as prefill:
+        begin(prefill, decode, endpoint.encode())
+
+        done = prefill.listener.next()
+        assert isinstance(done, Done)
+        assert (done.stats.transport, prefill.sender.stats().fallbacks) == ("tcp", 1)
+
+
+def test_another_host_is_reached_over_tcp_without_trying_shared_memory(decode: DecodeSide) -> None:
+    elsewhere = replace(LinkEndpoint.decode(decode.receiver.endpoint()), host_id=b"another host  16")
+    with prefill_side() as prefill:
+        begin(prefill, decode, elsewhere.encode())
+
+        done = prefill.listener.next()
+        assert isinstance(done, Done)
+        assert (done.stats.transport, prefill.sender.stats().fallbacks) == ("tcp", 0)
+
+
+def test_no_common_transport_is_a_refusal_that_names_the_offer(decode: DecodeSide) -> None:
+    with prefill_side() as prefill:
+        begin(prefill, decode, only(decode.receiver.endpoint(), "infiniband"))
+
+        failed = prefill.listener.next()
+        assert failed == Failed("t", HandshakeRefused)
+        assert isinstance(failed, Failed)
+        assert "infiniband" in failed.message
+
+
+def test_an_endpoint_that_is_none_fails_the_transfer(decode: DecodeSide) -> None:
+    with prefill_side() as prefill:
+        begin(prefill, decode, b"garbage")
+
+        assert prefill.listener.next() == Failed("t", ProtocolError)
+
+
+@pytest.mark.parametrize("num_blocks", [NUM_BLOCKS + 1, 2**64 - 1, 0])
+def test_a_pool_that_is_not_as_large_as_claimed_is_not_mapped(decode: DecodeSide, num_blocks: int) -> None:
+    pool = MemoryPool()
+    assert pool.fd is not None
+
+    answer = answer_over_unix(decode, replace(HELLO, transport="shm", num_blocks=num_blocks), pool.fd)
+
+    assert isinstance(answer, Refused)
+    assert answer.code == "transport"
+    pool.close()
+
+
+def test_a_descriptor_that_is_no_memory_file_is_not_mapped(decode: DecodeSide) -> None:
+    with open(os.devnull) as file:
+        answer = answer_over_unix(decode, replace(HELLO, transport="shm"), file.fileno())
+
+    assert isinstance(answer, Refused)
+    assert "no memory file" in answer.message
+
+
+def test_links_leave_no_descriptor_behind() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with decode_side() as decode:
+        for sealed in (True, False):
+            with prefill_side(pool=MemoryPool(sealed=sealed)) as prefill:
+                begin(prefill, decode, decode.receiver.endpoint())
+                assert isinstance(prefill.listener.next(), Done)
+            decode.table.close("t")
+
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_receiver_cannot_write_through_what_it_was_given() -> None:
+    pool = MemoryPool()
+    assert pool.fd is not None
+    fd = read_only(pool.fd)
+
+    with pytest.raises(OSError):
+        os.pwrite(fd, b"x", 0)
+
+    os.close(fd)
+    pool.close()
+
+
+def test_a_silent_stranger_is_let_go_after_the_handshake_time_out() -> None:
+    with decode_side(replace(SETTINGS, handshake_timeout_s=0.05)) as decode, dial(decode) as stranger:
+        assert stranger.recv(1) == b""
+        assert decode.receiver.stats().links_refused == {"LinkClosed": 1}
+
+
+def test_more_links_than_allowed_are_turned_away() -> None:
+    with decode_side(replace(SETTINGS, max_links=1)) as decode, dial(decode), dial(decode) as second:
+        assert second.recv(1) == b""
+        assert decode.receiver.stats().links_refused == {"busy": 1}
+
+
+def test_a_link_begins_with_hello(decode: DecodeSide) -> None:
+    with dial(decode) as stranger:
+        stranger.sendall(encode(Abort(ticket_id="t")))
+
+        assert stranger.recv(1) == b""
+        assert decode.receiver.stats().links_refused == {"ProtocolError": 1}
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(min_size=4, max_size=300), transport=st.sampled_from(["tcp", "shm"]), greets=st.booleans())
+def test_random_bytes_on_a_socket_end_in_a_closed_connection(
+    shared_decode: DecodeSide, data: bytes, transport: str, greets: bool
+) -> None:
+    with dial(shared_decode, transport) as stranger:
+        if greets and transport == "tcp":
+            stranger.sendall(encode(HELLO))
+        stranger.sendall(data)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(WAIT_S)
+        while stranger.recv(4096):
+            pass
+
+    with prefill_side() as prefill:
+        begin(prefill, shared_decode, only(shared_decode.receiver.endpoint(), transport))
+        assert isinstance(prefill.listener.next(), Done)
+    shared_decode.table.close("t")
+
+
+def test_calls_that_cannot_be_meant_are_refused_at_the_caller(decode: DecodeSide) -> None:
+    with prefill_side() as prefill:
+        expected = decode.expect("t", [5])
+        info = ticket("t", decode.receiver.endpoint(), expected)
+        prefill.sender.open("t", info, in_time())
+
+        with pytest.raises(InternalError, match="open transfer already"):
+            prefill.sender.open("t", info, in_time())
+        with pytest.raises(InternalError, match="no block of this pool"):
+            prefill.sender.send("t", outgoing([0], first_source=NUM_BLOCKS))
+
+        prefill.sender.send("t", outgoing([0]))
+        prefill.sender.finish("t")
+        assert isinstance(prefill.listener.next(), Done)
+        prefill.sender.finish("t")
+        prefill.sender.abort("unknown")
+
+
+def test_settings_must_be_positive() -> None:
+    with pytest.raises(ConfigError, match="progress_timeout_s must be positive"):
+        LinkSettings(progress_timeout_s=0)
+
+
+def test_an_endpoint_is_known_only_after_start() -> None:
+    with decode_side() as decode:
+        other = KvReceiver(identity("decode-1"), decode.pool, decode.table, decode.listener)
+        with pytest.raises(LinkClosed, match="not started"):
+            other.endpoint()
+        other.close(WAIT_S)

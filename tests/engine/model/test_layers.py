@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.model import layers
 from engine.model.layers import linear, rms_norm, rotate, rotation
 
 
@@ -19,7 +20,11 @@ def test_a_float32_row_gives_the_same_bits_whatever_rows_come_with_it(shape: tup
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 50])
-def test_linear_is_the_product_with_the_transposed_weight(dtype: torch.dtype, num_rows: int) -> None:
+@pytest.mark.parametrize("upcast", [False, True])
+def test_linear_is_the_product_with_the_transposed_weight(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_rows: int, upcast: bool
+) -> None:
+    monkeypatch.setattr(layers, "_UPCAST", upcast)  # both kinds of CPU
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(70, 64, generator=generator).to(dtype)
     x = torch.randn(num_rows, 64, generator=generator).to(dtype)
@@ -31,7 +36,8 @@ def test_linear_is_the_product_with_the_transposed_weight(dtype: torch.dtype, nu
     torch.testing.assert_close(product, expected)
 
 
-def test_linear_works_through_a_weight_larger_than_one_part() -> None:
+def test_linear_works_through_a_weight_larger_than_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_UPCAST", True)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(4500, 1024, generator=generator).bfloat16()
     x = torch.randn(5, 1024, generator=generator).bfloat16()

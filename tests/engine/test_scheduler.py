@@ -194,16 +194,15 @@ def test_what_comes_free_goes_to_the_oldest_before_anybody_is_admitted(make_poli
 
 
 def test_a_prompt_that_a_link_reads_is_not_preempted(make_policy: PolicyFactory) -> None:
-    policy = make_policy(num_blocks=9, budget=4)
+    policy = make_policy(num_blocks=8, budget=4)
     running = policy.add(tokens(4), max_tokens=13)
     policy.step()
-    sending = policy.add(tokens(24, first=50), kind=RequestKind.PREFILL)  # all other blocks but one
-    while sending.status is not RequestStatus.HELD:
-        policy.step()
+    sending = policy.add(tokens(24, first=50), kind=RequestKind.PREFILL)  # all other blocks, in 8 chunks
     while policy.scheduler.has_work():
         policy.step()
+    assert sending.status is RequestStatus.HELD
     assert sending.num_preemptions == 0
-    assert running.status is RequestStatus.RUNNING  # waits for the transfer
+    assert len(running.token_ids) == 9  # waits for the transfer to end
     policy.scheduler.finish(sending)
     while policy.scheduler.has_work():
         policy.step()

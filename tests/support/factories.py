@@ -108,6 +108,8 @@ class EngineHarness:
         self.ends: dict[str, RequestUpdate] = {}
         """The update with a finish reason or an error."""
         self.grants: dict[str, Reservation] = {}
+        self._reserved: dict[str, list[int]] = {}
+        """Tokens of each reservation: what a prefill worker computes."""
 
     def submit(self, request: Request) -> Request:
         self.engine.submit(request)
@@ -115,6 +117,7 @@ class EngineHarness:
 
     def reserve(self, request: Request) -> Request:
         self.engine.reserve(request, lambda grant: self.grants.update({grant.request_id: grant}))
+        self._reserved[request.request_id] = list(request.token_ids)
         return self._note(request)
 
     def start(self, request: Request, token_ids: Sequence[int]) -> None:
@@ -124,7 +127,7 @@ class EngineHarness:
     def bring(self, request: Request, ordinals: Sequence[int] | None = None) -> None:
         """Be the link: write these missing blocks (all of them by default) into their slots, and report them."""
         grant = self.grants[request.request_id]
-        contents = kv_of(request.token_ids, self.kv.layout.block_size)
+        contents = kv_of(self._reserved[request.request_id], self.kv.layout.block_size)
         for block in grant.missing:
             if ordinals is None or block.ordinal in ordinals:
                 self.kv.block(block.slot)[:] = contents[block.ordinal]

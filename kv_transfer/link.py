@@ -132,9 +132,16 @@ class IncomingLink:
 
 
 def connect(
-    identity: PeerIdentity, target: tuple[str, str], endpoint: LinkEndpoint, pool: KvPool, settings: LinkSettings
+    identity: PeerIdentity,
+    target: tuple[str, str],
+    endpoint: LinkEndpoint,
+    pool: KvPool,
+    settings: LinkSettings,
+    opened: Callable[[FrameSocket], None],
 ) -> OutgoingLink:
     """P's side, to `target` = (worker id, incarnation). Waits; at most the connect and handshake time-outs.
+
+    `opened` is told of each connection before its handshake, so that another thread can end the wait.
 
     Raises `HandshakeRefused` with the reason, `LinkClosed` if nobody answers, `ProtocolError`.
     """
@@ -149,6 +156,7 @@ def connect(
             failure = LinkClosed(f"connecting for {transport} failed: {error.strerror or error}")
             continue
         connection = FrameSocket(sock, settings.handshake_timeout_s)
+        opened(connection)
         try:
             protocol = _introduce(connection, identity, target, pool, transport)
         except Refusal as refusal:

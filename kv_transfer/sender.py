@@ -203,14 +203,25 @@ class _SenderLink:
         sender = self._sender
         worker_id, incarnation, endpoint = self._key
         link = connect(
-            sender._identity, (worker_id, incarnation), LinkEndpoint.decode(endpoint), sender._kv, self._settings
+            sender._identity,
+            (worker_id, incarnation),
+            LinkEndpoint.decode(endpoint),
+            sender._kv,
+            self._settings,
+            self._opened,
         )
         sender._counters.add("links_connected", link.outlet.transport)
         sender._counters.add("fallbacks", n=int(link.fell_back))
         with self.changed:
-            self._connection = link.connection
             self.transfers.transport = link.outlet.transport
         return link
+
+    def _opened(self, connection: FrameSocket) -> None:
+        with self.changed:
+            self._connection = connection
+            ending = self.ending
+        if ending:
+            connection.shut_down()
 
     def _send_until_ended(self, link: OutgoingLink) -> None:
         while True:

@@ -328,3 +328,16 @@ def test_an_endpoint_is_known_only_after_start() -> None:
         with pytest.raises(LinkClosed, match="not started"):
             other.endpoint()
         other.close(WAIT_S)
+
+
+def test_closing_the_sender_ends_a_handshake_that_nobody_answers() -> None:
+    with decode_side() as decode, socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint = replace(
+            LinkEndpoint.decode(decode.receiver.endpoint()), port=mute.getsockname()[1], transports=("tcp",)
+        )
+        with prefill_side(replace(SETTINGS, handshake_timeout_s=3600.0)) as prefill:
+            begin(prefill, decode, endpoint.encode())
+            with mute.accept()[0]:
+                prefill.sender.close(WAIT_S)
+
+            assert prefill.listener.events.get_nowait() == Failed("t", LinkClosed)

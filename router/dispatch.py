@@ -70,6 +70,8 @@ class _Job:
     """As the attempt found it that brought the first token."""
     refused: set[str] = field(default_factory=set)
     """Workers that refused this request or failed it, other than by vanishing. They are not asked again."""
+    lost: set[str] = field(default_factory=set)
+    """Workers that vanished with this request. Back again, they are asked if nobody else can be."""
 
     @property
     def num_tokens(self) -> int:
@@ -154,8 +156,7 @@ class Dispatcher:
         await job.stream.flush()
         if not failed.retryable:
             raise failed.error
-        if not failed.lost:
-            job.refused.add(failed.worker_id)
+        (job.lost if failed.lost else job.refused).add(failed.worker_id)
 
     async def _place(self, job: _Job, failure: AttemptFailed | None) -> Sequence[PricedPair]:
         """Pairs of ready workers, best first. If there is none, wait for a decode worker, but not for long."""
@@ -190,7 +191,7 @@ class Dispatcher:
             key=extend_chain(root, job.request.prompt[: block_size * TOKEN_BYTES]),
             split=job.num_tokens > self._config.local_prefill_max_tokens,
         )
-        return price_pairs(workers, placement, job.refused)
+        return price_pairs(workers, placement, job.refused | job.lost) or price_pairs(workers, placement, job.refused)
 
     async def _attempt(self, job: _Job, pairs: Sequence[PricedPair], number: int) -> tuple[FinishReason, Attempt]:
         """Run the request on the first pair until its output is complete. Raises `AttemptFailed`."""
@@ -296,8 +297,7 @@ class Dispatcher:
         if attempt.compute_missing:
             return
         closed = attempt.prefill_closed
-        if closed is None or not closed.lost:
-            job.refused.add(lane.worker.worker_id)
+        (job.lost if closed is not None and closed.lost else job.refused).add(lane.worker.worker_id)
         why = "took too long" if closed is None else closed.error or "ended without a token"
         logger.warning(
             "%s computes %s: %s %s", attempt.decode.worker.worker_id, attempt.wire_id, lane.worker.worker_id, why

@@ -57,8 +57,9 @@ class History:
         self._capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self.requests_total = 0
+        """Admitted; those that were shed or had a live id are not among them."""
         self.requests_failed = 0
-        """Ended with another status than OK."""
+        """Of these, ended with another status than OK."""
 
     @contextmanager
     def record(self, request_id: str) -> Iterator[RequestRecord]:

@@ -189,9 +189,10 @@ def _ordered(candidates: list[T], price: Callable[[T], float], weight: Callable[
     """Cheapest first; those about as cheap as the cheapest come first of all, heaviest first."""
     if not candidates:
         return []
-    tied = min(map(price, candidates)) * (1.0 + TIE_SHARE) + TIE_MS
-    equal = sorted((c for c in candidates if price(c) <= tied), key=weight, reverse=True)
-    return equal + sorted((c for c in candidates if price(c) > tied), key=price)
+    priced = sorted(((price(candidate), candidate) for candidate in candidates), key=lambda entry: entry[0])
+    tied = priced[0][0] * (1.0 + TIE_SHARE) + TIE_MS
+    equal = sorted((candidate for ms, candidate in priced if ms <= tied), key=weight, reverse=True)
+    return equal + [candidate for ms, candidate in priced if ms > tied]
 
 
 def _weight(key: bytes, *worker_ids: str) -> bytes:

@@ -68,7 +68,10 @@ class Registry:
 
     def session(self, worker_id: str) -> WorkerSession:
         """Of a ready worker; `KeyError` if it is none."""
-        return next(session for session in self._sessions() if session.peer.worker_id == worker_id)
+        for session in self._sessions():
+            if session.peer.worker_id == worker_id:
+                return session
+        raise KeyError(worker_id)
 
     def snapshots(self) -> list[WorkerSnapshot]:
         """All ready workers."""

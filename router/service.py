@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, NoReturn
 
 import grpc
@@ -39,7 +40,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: _Context) -> router_pb2.TokenizeResponse:
         try:
             validate.check_model(request.model, self._model)
-            return router_pb2.TokenizeResponse(token_ids=validate.prompt_tokens(request, self._model))
+            token_ids = await asyncio.to_thread(validate.prompt_tokens, request, self._model)
+            return router_pb2.TokenizeResponse(token_ids=token_ids)
         except EngineError as error:
             await self._abort(context, error)
 

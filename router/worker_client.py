@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from enum import StrEnum
 
 import grpc
@@ -22,6 +22,8 @@ from router.peer import Peer
 from router.session import WorkerSession
 
 logger = logging.getLogger(__name__)
+
+_Call = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
 
 class WorkerState(StrEnum):
@@ -92,47 +94,36 @@ class WorkerClient:
         return self.session is not None, reason
 
     async def _converse(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
-        greeting = worker_pb2.SessionRequest(
-            hello=worker_pb2.Hello(protocol=PROTOCOL_VERSION, router_id=self._config.router_id)
-        )
-        ready: asyncio.Future[WorkerSession] = asyncio.get_running_loop().create_future()
-
-        async def outgoing() -> AsyncIterator[worker_pb2.SessionRequest]:
-            yield greeting
-            async for message in (await ready).outgoing():
-                yield message
-
-        call = stub.Session(outgoing())
+        hello = worker_pb2.Hello(protocol=PROTOCOL_VERSION, router_id=self._config.router_id)
+        call = stub.Session()
         try:
-            responses = aiter(call)
             async with asyncio.timeout(self._config.connect_timeout_s):
-                first = await anext(responses, None)
-            if first is None or first.WhichOneof("message") != "welcome":
-                raise LinkClosed("the worker ended the session" if first is None else "its first word is no welcome")
+                await call.write(worker_pb2.SessionRequest(hello=hello))
+                first = await call.read()
+            if not isinstance(first, worker_pb2.SessionResponse) or first.WhichOneof("message") != "welcome":
+                raise LinkClosed("its first word is no welcome")
             peer = Peer.from_welcome(first.welcome, self.address)
             self.peer = peer  # known by name even if it is refused
             self._accept(peer)
-            await self._read(responses, peer, ready)
+            await self._run_session(call, peer)
         finally:
-            ready.cancel()
             call.cancel()
 
-    async def _read(
-        self,
-        responses: AsyncIterator[worker_pb2.SessionResponse],
-        peer: Peer,
-        ready: asyncio.Future[WorkerSession],
-    ) -> None:
-        """Deliver what comes, until the stream ends or nothing has come for `silence_s`."""
+    async def _run_session(self, call: _Call, peer: Peer) -> None:
+        """Read and write until the stream ends, or nothing has come for `silence_s`."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._config.silence_s) as silence:
                 session = WorkerSession(peer, self._config.max_outbox, lambda: silence.reschedule(loop.time()))
-                ready.set_result(session)
                 self._become_ready(session)
-                async for response in responses:
-                    silence.reschedule(loop.time() + self._config.silence_s)
-                    session.deliver(response)
+                writer = asyncio.create_task(_write(call, session), name=f"writer to {self.address}")
+                try:
+                    while isinstance(response := await call.read(), worker_pb2.SessionResponse):
+                        silence.reschedule(loop.time() + self._config.silence_s)
+                        session.deliver(response)
+                finally:
+                    writer.cancel()
+                    await asyncio.wait({writer})
         except TimeoutError:
             raise session.over or WorkerLost(f"silent for {self._config.silence_s:g} s") from None
 
@@ -158,3 +149,11 @@ class WorkerClient:
             ("grpc.use_local_subchannel_pool", 1),  # else gRPC's own back-off outlives the channel
             ("grpc.enable_http_proxy", 0),
         ]
+
+
+async def _write(call: _Call, session: WorkerSession) -> None:
+    try:
+        async for message in session.outgoing():
+            await call.write(message)
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        logger.debug("the stream to %s is over: %s", session.peer.worker_id, error)  # its reader learns why

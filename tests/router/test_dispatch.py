@@ -180,7 +180,7 @@ async def test_requests_over_the_limit_are_shed_at_once(fleet: Fleet) -> None:
 
 async def test_without_any_worker_the_error_says_why_of_each(fleet: Fleet) -> None:
     dead = FakeWorker("decode", "d0", fingerprint=b"other")
-    await fleet.start_router([dead], no_worker_wait_s=0.1)
+    await fleet.start_router([dead], no_worker_wait_s=0.5)
     error = await fleet.call().error()
     assert isinstance(error, NoWorkers)
     assert "d0" in str(error)
@@ -237,7 +237,7 @@ async def test_a_deadline_at_any_stage_leaves_nothing_anywhere(fleet: Fleet, sta
     await fleet.start(one_pair(), prefill_share=1.0)
     at = fleet.workers["p0" if stage == "prefill" else "d0"]
     at.hold(stage)
-    call = fleet.call(timeout_s=0.1)
+    call = fleet.call(timeout_s=0.3)
     await at.reached(stage)
     assert isinstance(await call.error(), DeadlineExceeded)
     await fleet.check_idle()

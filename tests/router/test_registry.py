@@ -125,7 +125,7 @@ async def test_a_silent_worker_is_lost_and_comes_back_when_it_speaks(workers: Wo
 
 
 async def test_load_alone_keeps_a_worker_ready(workers: Workers) -> None:
-    registry = workers.start_registry(silence_s=0.2)
+    registry = workers.start_registry(silence_s=0.5)
     worker = FakeWorker("decode", "d0")
     worker.heartbeat_s = 0.02
     worker.load.running = 3
@@ -134,7 +134,7 @@ async def test_load_alone_keeps_a_worker_ready(workers: Workers) -> None:
     session = client.session
     assert session is not None
     async with asyncio.timeout(5):
-        await worker.heartbeats(20)
+        await worker.heartbeats(30)
     assert client.session is session
     assert registry.snapshots()[0].running == 3
 

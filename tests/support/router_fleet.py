@@ -30,7 +30,7 @@ CONFIG = RouterConfig(
     model_name="fake",
     reconnect_min_s=0.01,
     reconnect_max_s=0.05,
-    no_worker_wait_s=0.3,
+    no_worker_wait_s=3.0,
     default_timeout_s=10.0,
 )
 

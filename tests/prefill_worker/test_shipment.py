@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import RequestError
+from prefill_worker.shipment import Shipment
+
+CHAIN = [bytes([i]) * 32 for i in range(4)]
+TABLE = [10, 11, 12, 13]
+
+
+def shipment(ordinals: list[int], num_tokens: int = 14) -> Shipment:
+    """Of a prompt of 3 full blocks of 4 tokens and one with the rest."""
+    return Shipment(ordinals, CHAIN, num_tokens, block_size=4)
+
+
+def taken(shipment: Shipment, num_computed_tokens: int) -> list[tuple[int, int]]:
+    return [(b.ordinal, b.source_block) for b in shipment.take_complete(num_computed_tokens, TABLE)]
+
+
+def test_a_block_is_handed_out_once_all_its_tokens_are_computed() -> None:
+    s = shipment([0, 1, 2, 3])
+
+    assert taken(s, 3) == []
+    assert taken(s, 4) == [(0, 10)]
+    assert taken(s, 11) == [(1, 11)]
+
+
+def test_the_last_partial_block_follows_the_last_token() -> None:
+    s = shipment([2, 3])
+
+    assert taken(s, 13) == [(2, 12)]
+    assert taken(s, 14) == [(3, 13)]
+
+
+def test_blocks_that_the_ticket_does_not_ask_for_are_left_out() -> None:
+    assert taken(shipment([1, 3]), 14) == [(1, 11), (3, 13)]
+
+
+def test_each_block_is_handed_out_once_and_with_its_hash() -> None:
+    s = shipment([0, 1])
+    first = s.take_complete(8, TABLE)
+
+    assert [block.hash for block in first] == CHAIN[:2]
+    assert taken(s, 14) == []
+    assert s.handed_out == [10, 11]
+
+
+@pytest.mark.parametrize("ordinals", [[4], [1, 1], [2, 1], [0, 1, 2, 3, 4]])
+def test_ordinals_that_are_no_ascending_positions_of_the_prompt_are_refused(ordinals: list[int]) -> None:
+    with pytest.raises(RequestError, match="ticket: ordinals must ascend within the 4 blocks"):
+        shipment(ordinals)

@@ -6,7 +6,7 @@ import json
 import selectors
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +22,8 @@ STOP_TIMEOUT_S = 10.0
 class LocalSystem:
     """A router over `prefill` prefill workers and `decode` decode workers, each a process of this machine.
 
-    Leaving the context stops every process: first asked, then killed.
+    Leaving the context stops every process: first asked, then killed. What they log goes to a temporary file, whose
+    end is part of the error if one does not get ready.
     """
 
     def __init__(self, model: Path, *, prefill: int, decode: int, worker_flags: Sequence[str] = ()) -> None:
@@ -35,14 +36,15 @@ class LocalSystem:
 
     def __enter__(self) -> Self:
         with self._stack as stack:
+            self._log = stack.enter_context(tempfile.TemporaryFile("w+"))
             workers = [
                 self._start(stack, role, ["--worker-id", f"{role}-{i}", *self._worker_flags])
                 for i, role in enumerate(self._roles)
             ]
-            addresses = [_ready_line(worker)["address"] for worker in workers]
+            addresses = [self._ready_line(worker)["address"] for worker in workers]
             flags = [flag for address in addresses for flag in ("--worker", str(address))]
             router = self._start(stack, "router", flags)
-            self.router_address = str(_ready_line(router)["address"])
+            self.router_address = str(self._ready_line(router)["address"])
             self._stack = stack.pop_all()
         return self
 
@@ -55,27 +57,25 @@ class LocalSystem:
         process = subprocess.Popen(
             [sys.executable, "-m", module, "--model", str(self._model), "--port", "0", *flags],
             stdout=subprocess.PIPE,
+            stderr=self._log,
             text=True,
         )
         stack.callback(_stop, process)
         self.pids.append(process.pid)
         return process
 
-
-def _ready_line(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while time.monotonic() < deadline:
-            if selector.select(deadline - time.monotonic()):
-                line = process.stdout.readline()
-                if not line:
-                    code = process.wait(STOP_TIMEOUT_S)
-                    raise InternalError(f"{process.args!r} ended before it was ready: code {code}")
-                ready: dict[str, Any] = json.loads(line)
-                return ready
-    raise InternalError(f"{process.args!r} was not ready within {READY_TIMEOUT_S:.0f} s")
+    def _ready_line(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        assert process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            line = process.stdout.readline() if selector.select(READY_TIMEOUT_S) else ""
+        if not line:
+            self._log.seek(0)
+            raise InternalError(
+                f"{process.args!r} ended or was not ready within {READY_TIMEOUT_S:.0f} s: {self._log.read()[-2000:]}"
+            )
+        ready: dict[str, Any] = json.loads(line)
+        return ready
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -17,7 +17,15 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Protocol
 
-from engine.errors import DeadlineExceeded, DigestMismatch, LinkClosed, ProtocolError, StaleTicket, TransferError
+from engine.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DigestMismatch,
+    LinkClosed,
+    ProtocolError,
+    StaleTicket,
+    TransferError,
+)
 from kv_transfer.digest import digest
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import Abort, Ack, Block, Finish, Frame, Nack, Renew, clipped, encode
@@ -31,6 +39,7 @@ MAX_UNSENT_ACKS = 16
 """Adopted blocks that one ACK may wait for while more frames are at hand."""
 _REMEMBERED_TRANSFERS = 1024
 _NO_DESCRIPTOR_PAUSE_S = 0.1
+_BACKLOG = 128
 
 
 class ReceiverListener(Protocol):
@@ -66,6 +75,9 @@ class KvReceiver:
         *,
         settings: LinkSettings | None = None,
     ) -> None:
+        """Raises `ConfigError` for a `host` that peers could not connect to."""
+        if host in ("", "0.0.0.0", "::"):
+            raise ConfigError(f"host must be the address by which prefill workers reach this one, got {host!r}")
         self.identity = identity
         self.kv = kv
         self.table = table
@@ -86,14 +98,15 @@ class KvReceiver:
         """Listen. Raises `OSError` if `host` cannot be bound; nothing stays open then."""
         unix_name = None
         try:
-            tcp = socket.create_server((self._host, 0), backlog=128)
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            tcp = socket.create_server((self._host, 0), family=family, backlog=_BACKLOG)
             self._sockets.append(tcp)
             if sys.platform == "linux":
                 unix_name = b"\0kvrelay-" + secrets.token_hex(16).encode()
                 unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 self._sockets.append(unix)
                 unix.bind(unix_name)
-                unix.listen(128)
+                unix.listen(_BACKLOG)
         except OSError:
             self._close_sockets()
             raise

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_links import identity
 
@@ -42,6 +42,7 @@ def test_an_endpoint_out_of_range_is_refused_by_name(change: dict[str, object], 
         LinkEndpoint.decode(replace(ENDPOINT, **change).encode())  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=100))
 def test_random_bytes_are_no_endpoint_or_a_valid_one(data: bytes) -> None:
     try:

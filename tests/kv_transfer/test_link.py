@@ -341,3 +341,9 @@ def test_closing_the_sender_ends_a_handshake_that_nobody_answers() -> None:
                 prefill.sender.close(WAIT_S)
 
             assert prefill.listener.events.get_nowait() == Failed("t", LinkClosed)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_an_address_that_nobody_can_connect_to_is_refused(decode: DecodeSide, host: str) -> None:
+    with pytest.raises(ConfigError, match="host must be the address"):
+        KvReceiver(identity("decode-1"), decode.pool, decode.table, decode.listener, host)

@@ -1,0 +1,69 @@
+"""A sender and a receiver of KV blocks with a proxy between them, as the conformance tests use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kv_links import (
+    DecodeSide,
+    FaultProxy,
+    Pieces,
+    PrefillSide,
+    decode_side,
+    fault_proxy,
+    in_time,
+    only,
+    outgoing,
+    prefill_side,
+    same_bytes,
+    ticket,
+)
+
+from kv_transfer.frames import Block, Frame, encode
+
+
+@dataclass
+class Wire:
+    """A sender and a receiver over one transport; `proxy` is in between for those who connect to its endpoint."""
+
+    transport: str
+    prefill: PrefillSide
+    decode: DecodeSide
+    proxy: FaultProxy
+
+    def begin(self, ticket_id: str, slots: Sequence[int], *, generation: int = 1, direct: bool = False) -> None:
+        """A ticket for blocks 0, 1, ... in `slots`, and its transfer, request `ticket_id`."""
+        expected = self.decode.expect(ticket_id, slots, generation)
+        endpoint = only(self.decode.receiver.endpoint(), self.transport) if direct else self.proxy.endpoint
+        self.prefill.sender.open(ticket_id, ticket(ticket_id, endpoint, expected, generation), in_time())
+
+    def send(self, ticket_id: str, ordinals: Sequence[int], first_source: int = 0) -> None:
+        self.prefill.sender.send(ticket_id, outgoing(ordinals, first_source))
+
+    def arrived(self, slots: Sequence[int], first_source: int = 0) -> bool:
+        return all(
+            same_bytes(self.prefill.pool, first_source + ordinal, self.decode.pool, slot)
+            for ordinal, slot in enumerate(slots)
+        )
+
+    def change_block(self, change: Callable[[Block], Block], ordinal: int = 0) -> None:
+        """Forge the frame of one block on its way."""
+
+        def hook(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
+            if isinstance(frame, Block) and frame.ordinal == ordinal:
+                return [encode(change(frame)) + payload]
+            return [encoded + payload]
+
+        self.proxy.to_receiver = hook
+
+    def untouched(self, slot: int) -> bool:
+        return not any(self.decode.pool.block(slot))
+
+
+@contextmanager
+def open_wire(transport: str) -> Iterator[Wire]:
+    with decode_side() as decode, prefill_side() as prefill:
+        with fault_proxy(decode.receiver.endpoint(), transport) as proxy:
+            yield Wire(transport, prefill, decode, proxy)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from engine.adoption import Adoption
 from engine.batch import GrantedBlocks, ScheduledBatch, ScheduledSequence
@@ -37,8 +37,8 @@ class Scheduler:
     lets the second catch up with the first.
 
     Where a live request is (checked by `check_integrity`); `_live` has them all:
-      WAITING in `_waiting`, first to be admitted first; AWAITING_KV in `_awaiting_kv`; RUNNING in `_running`; HELD in
-      none of the three.
+      WAITING in `_waiting`, oldest first, and admitted in that order; AWAITING_KV in `_awaiting_kv`; RUNNING in
+      `_running`; HELD in none of the three.
 
     Why there is no deadlock. A request is admitted only with blocks for all known tokens and one to grow into, so a
     prompt is never stuck half computed, and a hand-over needs nothing more from this pool. When a running request
@@ -62,7 +62,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._tables = BlockTables(cache_config, block_manager, identity)
         self._live: dict[str, Request] = {}
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._waiting: dict[str, Request] = {}
         self._awaiting_kv: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
         self._num_accepted = 0
@@ -93,7 +93,7 @@ class Scheduler:
         """
         may_admit = self._make_room()
         batch = _Batch(self._config.max_num_batched_tokens, self._cache_config.block_size)
-        running = self._running_by_age()
+        running = _by_age(self._running)
         for request in running:
             if request.num_uncomputed_tokens == 1:
                 batch.take(request)
@@ -196,6 +196,7 @@ class Scheduler:
         for queue, status in queues:
             expected = {request.request_id for request in self._live.values() if request.status is status}
             assert queue.keys() == expected, f"{status.value}: queued {sorted(queue)}, by status {sorted(expected)}"
+        assert list(self._waiting.values()) == _by_age(self._waiting), "the queue is out of order"
         assert len(self._running) + len(self._awaiting_kv) <= self._config.max_num_seqs
         for request in self._live.values():
             room = len(request.block_table) * self._cache_config.block_size
@@ -209,7 +210,7 @@ class Scheduler:
         Returns whether nobody had to give way or to wait; only then may others be admitted.
         """
         all_have_room = True
-        for request in self._running_by_age():
+        for request in _by_age(self._running):
             while request.status is RequestStatus.RUNNING and not self._tables.grow(request):
                 all_have_room = False
                 victim = self._latest_preemptible()
@@ -220,7 +221,7 @@ class Scheduler:
 
     def _latest_preemptible(self) -> Request | None:
         """Never the oldest, so that something always gets ahead; never one whose blocks a link may be reading."""
-        candidates = self._running_by_age()[1:]
+        candidates = _by_age(self._running)[1:]
         return next((r for r in reversed(candidates) if r.kind is not RequestKind.PREFILL), None)
 
     def _preempt(self, request: Request) -> None:
@@ -232,7 +233,7 @@ class Scheduler:
         request.num_preemptions += 1
         self._num_preemptions += 1
         self._waiting[request.request_id] = request
-        self._waiting.move_to_end(request.request_id, last=False)
+        self._waiting = {waiting.request_id: waiting for waiting in _by_age(self._waiting)}
 
     def _admit_next(self, batch: _Batch) -> Request | None:
         """Give the first in the queue its blocks, or return None: nobody overtakes it."""
@@ -281,9 +282,6 @@ class Scheduler:
             queue.pop(request.request_id, None)
         self._blocked = False
 
-    def _running_by_age(self) -> list[Request]:
-        return sorted(self._running.values(), key=lambda request: request.queue_number)
-
     def _check_fits(self, request: Request) -> None:
         if request.request_id in self._live:
             raise RequestError("request_id", f"{request.request_id!r} is live already")
@@ -322,6 +320,11 @@ class _Batch:
         if count > 0:
             self.budget -= count
             self.sequences.append(ScheduledSequence(request, count, count == request.num_uncomputed_tokens))
+
+
+def _by_age(queue: dict[str, Request]) -> list[Request]:
+    """Oldest first."""
+    return sorted(queue.values(), key=attrgetter("queue_number"))
 
 
 def _kv_will_come(request: Request) -> bool:

@@ -153,6 +153,21 @@ def test_a_preempted_request_is_the_next_to_be_admitted(make_policy: PolicyFacto
     assert first.status is RequestStatus.FINISHED
 
 
+def test_the_queue_stays_in_the_order_of_acceptance_whoever_is_preempted_first(make_policy: PolicyFactory) -> None:
+    policy = make_policy(num_blocks=8)
+    oldest, second = policy.add(tokens(4), max_tokens=20), policy.add(tokens(4, first=20), max_tokens=20)
+    reserved = policy.add(tokens(8, first=40), max_tokens=20, kind=RequestKind.DECODE)
+    while second.num_preemptions == 0:
+        policy.step()
+    policy.scheduler.give_up_transfer(reserved)
+    policy.scheduler.start(reserved)
+    while reserved.num_preemptions == 0:
+        policy.step()
+    assert second.status is RequestStatus.WAITING
+    policy.scheduler.finish(oldest)
+    assert policy.step()[0][0] is second
+
+
 def test_a_request_alone_grows_into_the_whole_pool(make_policy: PolicyFactory) -> None:
     policy = make_policy(num_blocks=5)
     request = policy.add(tokens(4), max_tokens=17)  # 20 tokens with KV

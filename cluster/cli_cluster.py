@@ -141,6 +141,7 @@ def _shown(as_json: bool, console: Console | None = None) -> Iterator[Listener]:
         return
     console = console or Console(highlight=False)
     # Through the console, so that a message does not tear the display.
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console)])
+    handler = RichHandler(console=console, show_time=False, show_path=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     with Display(console) as display:
         yield display

@@ -2,12 +2,14 @@
 
     model ─▶ Ray ─▶ router and workers, all at once ─▶ ready ─▶ (a job, or until a signal) ─▶ stop in order ─▶ Ray ends
 
-The main thread runs it: signals come here, and Ray's processes end with the thread that started them.
+Runs on the main thread, which alone hears signals.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import os
 import secrets
 import signal
 import socket
@@ -22,7 +24,7 @@ from cluster import state
 from cluster.account import Account
 from cluster.config import default_model_dir, prepare_ray_environment, ray_dir
 from cluster.processes import ProcessId
-from cluster.spec import ROLES, ClusterSpec
+from cluster.spec import DECODE, PREFILL, ROLES, ClusterSpec
 from cluster.supervisor import Snapshot, Supervisor
 from cluster.updates import Failed, Listener, StageBegan, StageDone, StageMoved
 from engine.errors import ConfigError, EngineError
@@ -31,6 +33,7 @@ from engine.model_store import pull_model
 if TYPE_CHECKING:
     from cluster.ray_runtime import RayRuntime
 
+EXIT_INTERRUPTED = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Job = Callable[[state.ClusterRecord], Awaitable[None]]
@@ -51,12 +54,14 @@ class ClusterRun:
         self._cluster_id = cluster_id or uuid.uuid4().hex
         self._ready = asyncio.Event()
         self._interrupted = False
+        self._supervisor: Supervisor | None = None
 
     def run(self, job: Job | None = None) -> None:
         """Bring the cluster up; do `job`, or serve until SIGINT, SIGTERM or SIGHUP; take everything down.
 
         A second signal does not wait for requests that run. Raises the `EngineError` for which the cluster could not
-        start, did not stay up, or the job failed. However it ends, no process, record or Ray of it is left.
+        start, did not stay up, or the job failed; `KeyboardInterrupt` if a signal came before it was ready. However it
+        ends, no process, record or Ray of it is left.
         """
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _exit_on_signal)
@@ -65,7 +70,9 @@ class ClusterRun:
                 self._check_port()
                 account = Account(self._first_record(), self._spec, self._tell, self._started)
                 model_path = self._get_model()
-                self._run_on_ray(account, model_path, job)
+                asyncio.run(self._run_on_ray(account, model_path, job))
+                if self._interrupted and not self._ready.is_set():
+                    raise KeyboardInterrupt
             except EngineError as error:
                 self._tell(Failed(str(error)))
                 raise
@@ -104,45 +111,52 @@ class ClusterRun:
         self._tell(StageDone("model", time.monotonic() - began, self._spec.model))
         return str(folder)
 
-    def _run_on_ray(self, account: Account, model_path: str, job: Job | None) -> None:
+    async def _run_on_ray(self, account: Account, model_path: str, job: Job | None) -> None:
+        self._listen()
+        ray = await self._start_ray()
+        self._listen()  # again: Ray has put handlers of its own in front
+        try:
+            account.ray_started(ray.address, ray.processes)
+            if not self._interrupted:
+                await self._serve(ray, account, model_path, job)
+        finally:
+            await ray.close()
+
+    async def _start_ray(self) -> RayRuntime:
         began = time.monotonic()
         spec = self._spec.ray
         self._tell(StageBegan("ray", spec.address))
         prepare_ray_environment(cluster_id=self._cluster_id, local=spec.local, auth_token=secrets.token_hex(32))
         from cluster.ray_runtime import RayRuntime  # Ray reads its environment while it is imported
 
-        ray = RayRuntime(
-            spec,
-            cluster_id=self._cluster_id,
-            name=self._spec.name,
-            folder=ray_dir(self._spec.name),
-            num_actors=1 + sum(len(self._spec.worker_ids(role)) for role in ROLES),
+        starting = asyncio.create_task(
+            RayRuntime.start(
+                spec,
+                cluster_id=self._cluster_id,
+                name=self._spec.name,
+                folder=ray_dir(self._spec.name),
+                num_actors=1 + sum(len(self._spec.worker_ids(role)) for role in ROLES),
+            )
         )
-        try:
-            account.ray_started(ray.address, ray.processes)
-            self._tell(StageDone("ray", time.monotonic() - began, ray.address))
-            asyncio.run(self._serve(ray, account, model_path, job))
-        finally:
-            for number in _SIGNALS:
-                signal.signal(number, signal.SIG_IGN)  # what is left to do is bounded, and must be done
-            ray.close()
+        await asyncio.sleep(0)
+        _import_actors()  # Ray's start, on a thread of its own, is mostly waiting for its processes
+        ray = await starting
+        self._tell(StageDone("ray", time.monotonic() - began, ray.address))
+        return ray
 
     async def _serve(self, ray: RayRuntime, account: Account, model_path: str, job: Job | None) -> None:
         from cluster.ray_host import RayHost
         from decode_worker.actor import DecodeActor
         from prefill_worker.actor import PrefillActor
 
-        host = RayHost(self._spec, model_path, ray, {"prefill": PrefillActor, "decode": DecodeActor})
-
         def changed(snapshot: Snapshot) -> None:
             account.changed(snapshot)
             if snapshot.ready:
                 self._ready.set()
 
+        host = RayHost(self._spec, model_path, ray, {PREFILL: PrefillActor, DECODE: DecodeActor})
         workers = [worker_id for role in ROLES for worker_id in self._spec.worker_ids(role)]
-        supervisor = Supervisor(host, workers, self._spec.supervision, changed)
-        for number in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, supervisor)
+        self._supervisor = supervisor = Supervisor(host, workers, self._spec.supervision, changed)
         if job is None:
             await supervisor.run()
             return
@@ -163,13 +177,26 @@ class ClusterRun:
         finally:
             supervisor.request_stop()
 
-    def _on_signal(self, supervisor: Supervisor) -> None:
-        if self._interrupted:
-            supervisor.give_up("interrupted twice")
-        self._interrupted = True
-        supervisor.request_stop()
+    def _listen(self) -> None:
+        for number in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        again, self._interrupted = self._interrupted, True
+        if self._supervisor is not None:
+            if again:
+                self._supervisor.give_up("interrupted twice")
+            self._supervisor.request_stop()
+        elif again:
+            os._exit(EXIT_INTERRUPTED)  # Ray does not come up in time; the kernel ends what there is of it
+
+
+def _import_actors() -> None:
+    importlib.import_module("cluster.ray_host")
+    for role in ROLES:
+        importlib.import_module(f"{role}_worker.actor")
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
-    # Through every `finally` on the way, like Ctrl-C.
+    # While a model is fetched: through every `finally` on the way, like Ctrl-C.
     sys.exit(128 + number)

@@ -149,7 +149,8 @@ class Reconciler:
 
     def __init__(self, worker_ids: Iterable[str], limits: SupervisionSpec) -> None:
         self._limits = limits
-        self._members = {member_id: _Member(member_id) for member_id in (ROUTER_ID, *worker_ids)}
+        # In the order in which they are started: workers take longer.
+        self._members = {member_id: _Member(member_id) for member_id in (*worker_ids, ROUTER_ID)}
         self._published: dict[str, str] | None = None
         """What the present router was last told; None: nothing yet."""
         self._stopping = False
@@ -208,10 +209,11 @@ class Reconciler:
 
     def views(self) -> tuple[MemberView, ...]:
         """The router first, then the workers in the order of the spec."""
-        return tuple(
+        views = [
             MemberView(member.member_id, member.phase, member.attempt, member.address, member.last_reason)
             for member in self._members.values()
-        )
+        ]
+        return (views[-1], *views[:-1])
 
     def _ready(self, event: ActorReady, now: float) -> list[Instruction]:
         member = self._present(event.member_id, event.attempt)
@@ -275,7 +277,8 @@ class Reconciler:
     def _give_up(self, reason: str) -> list[Instruction]:
         if self._finished:
             return []
-        self._error = self._error or reason
+        if not self._stopping:  # else it was going anyway
+            self._error = reason
         self._stopping = self._finished = True
         for member in self._members.values():
             member.phase, member.address, member.due = Phase.ABSENT, "", None

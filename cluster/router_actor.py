@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import sys
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,13 +11,13 @@ from typing import Any
 
 from router.config import RouterConfig
 from router.server import RouterServer
+from worker.process import exit_with_raylet, log_to_stderr
 
 
 class RouterActor:
     def __init__(self, config: RouterConfig, drain_s: float) -> None:
-        logging.basicConfig(
-            level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {config.router_id} %(levelname)s %(message)s"
-        )
+        log_to_stderr(config.router_id)
+        exit_with_raylet()
         self._server = RouterServer(config)
         self._drain_s = drain_s
 

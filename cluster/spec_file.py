@@ -87,7 +87,10 @@ class _Reader:
         kind: type = next(arm for arm in typing.get_args(wanted) if arm is not types.NoneType) if optional else wanted
         if not isinstance(node, yaml.ScalarNode):
             raise self._error(node, path, f"expected {_TYPE_NAMES[kind]}, got {_describe(node)}")
-        value = yaml.SafeLoader("").construct_object(node)
+        try:
+            value = yaml.SafeLoader("").construct_object(node)
+        except (yaml.YAMLError, ValueError):  # a tag that we do not know, a date that there is not
+            raise self._error(node, path, f"expected {_TYPE_NAMES[kind]}, got {_describe(node)}") from None
         if value is None and optional:
             return None
         if kind is int and path.endswith("_bytes") and isinstance(value, str) and (size := _SIZE.fullmatch(value)):

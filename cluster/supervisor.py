@@ -115,6 +115,8 @@ class _Life:
     attempt: int
     handle: Handle
     report: ReadyReport | None = None
+    ending: bool = False
+    """Its end is wanted."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -195,7 +197,7 @@ class Supervisor:
                 case StopActor(member_id, _):
                     self._spawn(self._end_gently(self._lives[member_id]))
                 case KillActor(member_id, _, reason):
-                    logger.warning("%s is killed: %s", member_id, reason)
+                    logger.info("%s is killed: %s", member_id, reason)
                     self._spawn(self._kill(self._lives[member_id]))
                 case PublishWorkers(addresses):
                     self._start_publishing(addresses)
@@ -218,10 +220,11 @@ class Supervisor:
         life.handle.kill()  # an actor that could not serve is a process still
         life.report = None
         life.over.set()
-        logger.warning("%s ended: %s", member_id, reason)
+        logger.log(logging.INFO if life.ending else logging.WARNING, "%s ended: %s", member_id, reason)
         self._events.put_nowait(ActorDied(member_id, attempt, reason, hopeless))
 
     async def _end_gently(self, life: _Life) -> None:
+        life.ending = True
         try:
             async with asyncio.timeout(self._limits.drain_s + self._limits.stop_timeout_s):
                 await life.handle.stop()
@@ -232,6 +235,7 @@ class Supervisor:
         await self._kill(life)
 
     async def _kill(self, life: _Life) -> None:
+        life.ending = True
         life.handle.kill()
         try:
             async with asyncio.timeout(KILL_TIMEOUT_S):

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from worker.config import WorkerConfig
-from worker.process import RunningWorker, log_to_stderr
+from worker.process import RunningWorker, exit_with_raylet, log_to_stderr
 from worker.session import Role
 
 
@@ -22,6 +22,7 @@ class PrefillActor:
 
     def __init__(self, config: WorkerConfig) -> None:
         log_to_stderr(config.worker_id)
+        exit_with_raylet()
         self._worker = RunningWorker(config, _build)
 
     async def start(self) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
+import uvloop
+
 from engine.errors import ConfigError, EngineError
 from worker.config import WorkerConfig
 from worker.server import WorkerServer
@@ -71,8 +73,10 @@ def run_worker(build: Callable[[WorkerConfig], Role], config: WorkerConfig) -> N
     # Until it serves there is nothing to give back that the kernel does not take, and a build cannot be interrupted.
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+    worker = RunningWorker(config, build)
     try:
-        asyncio.run(_serve_until_signal(RunningWorker(config, build), config.drain_s + STOP_MARGIN_S))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve_until_signal(worker, config.drain_s + STOP_MARGIN_S))
     except EngineError as error:
         print(f"{config.worker_id}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
@@ -111,13 +115,22 @@ def _exit_after(limit_s: float) -> None:
     timer.start()
 
 
-def exit_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies. Raises `ConfigError` where it cannot."""
+def exit_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send `number` to this process when its parent dies. Raises `ConfigError` where it cannot."""
     if sys.platform != "linux":
         raise ConfigError("--exit-with-parent needs Linux")
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise ConfigError(f"--exit-with-parent: prctl failed: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent:  # it died before the kernel knew
         sys.exit(1)
+
+
+def exit_with_raylet() -> None:
+    """For an actor, whose parent the raylet is. Ray's own watch takes a dead raylet that nobody reaped for alive.
+
+    SIGKILL, because an actor's main thread, which would handle another signal, waits in native code for ever.
+    """
+    if sys.platform == "linux":
+        exit_with_parent(signal.SIGKILL)

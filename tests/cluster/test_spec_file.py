@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.spec import DEFAULT_PORT, ClusterSpec
+from cluster.spec_file import load_spec, parse_spec
+from engine.errors import ConfigError
+
+COMPLETE = """
+name: prod-1
+model: /models/llama
+dtype: float32
+pools:
+  prefill: {replicas: 2, num_threads: 4, kv_memory_bytes: 2GiB, max_model_len: 4096}
+  decode:
+    replicas: 3
+    kv_memory_bytes: 1048576
+router:
+  port: 0
+  default_timeout_s: 30
+ray:
+  address: 10.0.0.1:6379
+supervision:
+  backoff_max_s: 5.5
+"""
+
+
+def test_every_field_of_a_spec_is_read() -> None:
+    spec = parse_spec(COMPLETE, "c.yaml")
+
+    assert (spec.name, spec.model, spec.dtype) == ("prod-1", "/models/llama", "float32")
+    assert (spec.pools.prefill.replicas, spec.pools.prefill.kv_memory_bytes) == (2, 2 * 1024**3)
+    assert (spec.pools.prefill.max_model_len, spec.pools.decode.max_model_len) == (4096, None)
+    assert spec.worker_ids("decode") == ("decode-0", "decode-1", "decode-2")
+    assert (spec.router.port, spec.router.default_timeout_s) == (0, 30.0)
+    assert not spec.ray.local
+    assert spec.supervision.backoff_max_s == 5.5
+
+
+def test_an_empty_file_is_the_default_spec() -> None:
+    assert parse_spec("# nothing\n", "c.yaml") == ClusterSpec()
+    assert ClusterSpec().router.port == DEFAULT_PORT
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("pools:\n  decode: {replica: 2}\n", "c.yaml:2: pools.decode.replica: unknown field, did you mean replicas?"),
+        ("name: x\nmodels: y\n", "c.yaml:2: models: unknown field, did you mean model?"),
+        ("pools:\n  decode:\n    replicas: two\n", "c.yaml:3: pools.decode.replicas: expected an integer, got 'two'"),
+        ("router:\n  port: true\n", "c.yaml:2: router.port: expected an integer, got 'true'"),
+        ("router:\n  port: 1.5\n", "c.yaml:2: router.port: expected an integer, got '1.5'"),
+        ("name: 12\n", "c.yaml:1: name: expected text, got '12'"),
+        ("model:\n", "c.yaml:1: model: expected text, got nothing"),
+        ("pools:\n  - decode\n", "c.yaml:2: pools: expected a mapping, got a list"),
+        ("pools:\n  decode: 3\n", "c.yaml:2: pools.decode: expected a mapping, got '3'"),
+        ("- name\n", "c.yaml:1: expected a mapping, got a list"),
+        ("name: a\nname: b\n", "c.yaml:2: name: given twice"),
+        ("name: [\n", "c.yaml:2: not valid YAML: expected the node content, but found '<stream end>'"),
+        ("router: {port: 70000}\n", "c.yaml:1: router: port must be in [0, 65535], got 70000"),
+        ("pools:\n  decode:\n    block_size: 16\n    num_threads: 0\n",
+         "c.yaml:4: pools.decode: num_threads must be at least 1, got 0"),
+        ("pools:\n  decode:\n    kv_memory_bytes: 1GB\n",
+         "c.yaml:3: pools.decode.kv_memory_bytes: expected an integer, got '1GB'"),
+        ("pools: {decode: {replicas: 0}}\n",
+         "c.yaml:1: pools: decode: replicas must be at least 1: every request ends on a decode worker"),
+        ("pools:\n  prefill: {block_size: 32}\n",
+         "c.yaml:2: pools: decode: block_size 16 differs from prefill's 32: blocks move between the pools"),
+        ("name: Big Cluster\n", "c.yaml:1: name must be 1 to 32 of a-z, 0-9 and inner dashes, got 'Big Cluster'"),
+        ("dtype: int4\n", "c.yaml:1: dtype must be one of ['bfloat16', 'float16', 'float32'], got 'int4'"),
+        ("ray: {address: here}\n", "c.yaml:1: ray: address must be local, auto or HOST:PORT, got 'here'"),
+        ("supervision:\n  drain_s: .nan\n", "c.yaml:2: supervision: drain_s must be at least 0, got nan"),
+        ("name: 2001-99-99\n", "c.yaml:1: name: expected text, got '2001-99-99'"),
+        ("name: !!python/object:os.system x\n", "c.yaml:1: name: expected text, got 'x'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named_with_file_line_and_path(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_spec(text, "c.yaml")
+    assert str(caught.value) == complaint
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: No such file or directory"):
+        load_spec(tmp_path / "absent.yaml")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"\x00\xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary\.yaml: not valid YAML"):
+        load_spec(path)
+
+
+def test_the_command_line_overrides_the_file_and_is_checked_like_it() -> None:
+    spec = parse_spec(COMPLETE, "c.yaml").with_overrides(prefill=0, decode=1, port=9000, name="other")
+    assert (spec.pools.prefill.replicas, spec.pools.decode.replicas) == (0, 1)
+    assert (spec.router.port, spec.name, spec.model) == (9000, "other", "/models/llama")
+    with pytest.raises(ConfigError, match="replicas must be at least 1"):
+        spec.with_overrides(decode=0)
+
+
+def test_the_sample_spec_is_valid() -> None:
+    sample = Path(__file__).parents[2] / "deploy" / "cluster.yaml"
+    assert load_spec(sample).name == "default"

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from cluster.reconcile import ROUTER_ID
+from cluster.spec import SupervisionSpec
+from cluster.supervisor import ActorLost, Handle, ReadyReport, Snapshot, Supervisor
+from engine.errors import EngineError, ModelError, UnavailableError
+
+WORKERS = ("prefill-0", "decode-0")
+LIMITS = SupervisionSpec(start_timeout_s=60.0, drain_s=0.0, backoff_min_s=0.001, backoff_max_s=0.002)
+
+
+class FakeActor:
+    """An actor whose fate the test decides. A `Handle`."""
+
+    def __init__(self, host: FakeHost, member_id: str, attempt: int, fails_with: EngineError | None) -> None:
+        self.member_id = member_id
+        self.address = f"{member_id}:{attempt}"
+        self.workers: Mapping[str, str] | None = None
+        self.stopped = False
+        self.serves = asyncio.Event()
+        self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._host = host
+        self._fails_with = fails_with
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead.done()
+
+    def die(self, reason: str) -> None:
+        if self.alive:
+            self._dead.set_result(reason)
+
+    async def ready(self) -> ReadyReport:
+        if self._fails_with is not None:
+            raise self._fails_with
+        serving = asyncio.ensure_future(self.serves.wait())
+        dying: asyncio.Future[Any] = self._dead
+        await asyncio.wait([serving, dying], return_when=asyncio.FIRST_COMPLETED)
+        serving.cancel()
+        if self._dead.done():
+            raise ActorLost(self._dead.result())
+        return ReadyReport(self.address, "incarnation", None)
+
+    async def gone(self) -> str:
+        return await asyncio.shield(self._dead)
+
+    async def stop(self) -> None:
+        self._host.stops.append(self.member_id)
+        self.stopped = True
+
+    async def set_workers(self, addresses: Mapping[str, str], timeout_s: float) -> str:
+        self.workers = addresses
+        return self._host.not_connected
+
+    def kill(self) -> None:
+        if self._host.obeys:
+            self.die("killed")
+
+
+class FakeHost:
+    """Remembers every actor; they serve at once unless `holds` says otherwise."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, list[FakeActor]] = {}
+        self.stops: list[str] = []
+        self.fails_with: dict[str, EngineError] = {}
+        self.holds: set[str] = set()
+        self.not_connected = ""
+        self.obeys = True
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def start(self, member_id: str) -> Handle:
+        lives = self.actors.setdefault(member_id, [])
+        assert not any(actor.alive for actor in lives), f"two live actors of {member_id}"
+        lives.append(FakeActor(self, member_id, len(lives) + 1, self.fails_with.get(member_id)))
+        if member_id not in self.holds:
+            lives[-1].serves.set()
+        return lives[-1]
+
+    async def lost(self) -> str:
+        return await asyncio.shield(self._lost)
+
+    def lose(self, reason: str) -> None:
+        self._lost.set_result(reason)
+
+    def last(self, member_id: str) -> FakeActor:
+        return self.actors[member_id][-1]
+
+    @property
+    def alive(self) -> list[str]:
+        return [member_id for member_id, lives in self.actors.items() if lives[-1].alive]
+
+
+class Watched:
+    """A running supervisor and what it told."""
+
+    def __init__(self, host: FakeHost) -> None:
+        self.snapshots: list[Snapshot] = []
+        self._told = asyncio.Event()
+        self.supervisor = Supervisor(host, WORKERS, LIMITS, self._tell)
+        self.task = asyncio.ensure_future(self.supervisor.run())
+
+    def _tell(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot)
+        self._told.set()
+
+    async def ready(self, **attempts: int) -> None:
+        """Wait until every member serves and these (with _ for -) have been started so many times."""
+        wanted = {member_id.replace("_", "-"): count for member_id, count in attempts.items()}
+        async with asyncio.timeout(10):
+            while True:
+                await self._told.wait()
+                self._told.clear()
+                started = {member.view.member_id: member.view.attempt for member in self.snapshots[-1].members}
+                if self.snapshots[-1].ready and started | wanted == started:
+                    return
+
+
+@asynccontextmanager
+async def running(host: FakeHost) -> AsyncIterator[Watched]:
+    watched = Watched(host)
+    try:
+        yield watched
+    finally:
+        watched.supervisor.give_up("the test is over")
+        await asyncio.gather(watched.task, return_exceptions=True)
+
+
+async def test_a_cluster_is_ready_when_the_router_has_every_worker() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+
+        assert host.last(ROUTER_ID).workers == {"prefill-0": "prefill-0:1", "decode-0": "decode-0:1"}
+        assert watched.snapshots[-1].router_address == "router:1"
+
+
+async def test_a_dead_worker_is_replaced_and_the_router_is_told() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        host.last("decode-0").die("killed by somebody")
+        await watched.ready(decode_0=2)
+
+        assert host.last(ROUTER_ID).workers == {"prefill-0": "prefill-0:1", "decode-0": "decode-0:2"}
+
+
+async def test_a_dead_router_is_replaced_and_told_of_all_workers() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        host.last(ROUTER_ID).die("killed by somebody")
+        await watched.ready(router=2, decode_0=1)
+
+        assert host.last(ROUTER_ID).workers == {"prefill-0": "prefill-0:1", "decode-0": "decode-0:1"}
+
+
+async def test_a_stop_drains_the_router_first_and_leaves_no_actor() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        watched.supervisor.request_stop()
+        await watched.task
+
+    assert host.stops[0] == ROUTER_ID
+    assert sorted(host.stops) == sorted((ROUTER_ID, *WORKERS))
+    assert host.alive == []
+
+
+async def test_a_stop_during_the_start_ends_every_actor() -> None:
+    host = FakeHost()
+    host.holds = set(WORKERS)
+    async with running(host) as watched:
+        watched.supervisor.request_stop()
+        await watched.task
+    assert host.alive == []
+
+
+async def test_a_worker_that_can_never_start_fails_the_run_with_its_reason() -> None:
+    host = FakeHost()
+    host.fails_with["decode-0"] = ModelError("no weights")
+    async with running(host) as watched:
+        with pytest.raises(UnavailableError, match="decode-0: no weights"):
+            await watched.task
+    assert host.alive == []
+    assert len(host.actors["decode-0"]) == 1
+
+
+async def test_workers_that_the_router_refuses_fail_the_start() -> None:
+    host = FakeHost()
+    host.not_connected = "decode-0 is refused: another model"
+    async with running(host) as watched:
+        with pytest.raises(UnavailableError, match="the router cannot use its workers: decode-0 is refused"):
+            await watched.task
+    assert host.alive == []
+
+
+async def test_a_lost_host_ends_the_run_at_once() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        host.lose("a process of Ray ended")
+        with pytest.raises(UnavailableError, match="a process of Ray ended"):
+            await watched.task
+
+
+async def test_no_task_is_left_however_the_run_ends() -> None:
+    before = asyncio.all_tasks()
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        watched.task.cancel()
+        await asyncio.wait({watched.task})
+    assert asyncio.all_tasks() == before

@@ -12,7 +12,7 @@ import torch
 from engine.block_hash import BlockIdentity
 from engine.config import CacheConfig, EngineConfig
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.kv_cache import KvCache, blocks_that_fit
 from engine.kv_layout import KvLayout
 from engine.model.llama import Model
@@ -67,7 +67,11 @@ def assemble_engine(
     )
     identity = BlockIdentity(model_fingerprint=fingerprint, kv_dtype=config.dtype, block_size=config.block_size)
     kv = KvCache(layout, num_blocks)
-    engine = Engine(model, kv, cache_config, config.scheduler, identity, max_model_len)
+    try:
+        engine = Engine(model, kv, cache_config, config.scheduler, identity, max_model_len)
+    except EngineError:
+        kv.close()
+        raise
     return EngineParts(
         engine=engine,
         kv=kv,

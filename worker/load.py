@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 
 import psutil
 
@@ -23,18 +24,14 @@ class LoadReporter:
         """Typed errors by class name."""
         self._step_loop = step_loop
         self._stats = stats
-        self._asked: asyncio.Future[EngineStats] | None = None
         self._process = psutil.Process()
 
     async def report(self) -> worker_pb2.Load:
         """The engine's state between two steps. If the running step takes longer than `STATS_TIMEOUT_S`, the last one
         known: a long step must not look like a dead worker. Raises `WorkerLost` if the engine thread has ended."""
-        if self._asked is None or self._asked.done():
-            self._asked = asyncio.wrap_future(self._step_loop.call(Engine.stats))
-        asked = self._asked
-        done, _ = await asyncio.wait([asked], timeout=STATS_TIMEOUT_S)
-        if done:
-            self._stats = asked.result()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                self._stats = await asyncio.wrap_future(self._step_loop.call(Engine.stats))
         return self._message(self._stats)
 
     def _message(self, stats: EngineStats) -> worker_pb2.Load:

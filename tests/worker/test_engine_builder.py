@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import MAX_MODEL_LEN, FakeModel
+from worker_process import make_tiny_model
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineError, ModelError
+from engine.kv_cache import KvCache
+from worker.engine_builder import assemble_engine, build_engine
+
+FINGERPRINT = bytes(32)
+
+
+def config(**settings: Any) -> EngineConfig:
+    defaults: dict[str, Any] = {"model_path": "none", "dtype": "float32", "block_size": 4}
+    return EngineConfig(**defaults | settings)
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KvCache]]:
+    """Every pool that was made."""
+    made: list[KvCache] = []
+    original = KvCache.__init__
+
+    def noting(self: KvCache, *arguments: Any) -> None:
+        original(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(KvCache, "__init__", noting)
+    yield made
+    for pool in made:
+        pool.close()
+
+
+def test_the_pool_is_as_large_as_the_memory_that_it_may_take(pools: list[KvCache]) -> None:
+    block_bytes = 2 * 2 * 4 * 4 * 4  # layers, K and V, head_dim, block_size, float32
+    parts = assemble_engine(FakeModel(), FINGERPRINT, config(kv_memory_bytes=10 * block_bytes + 1))
+
+    assert parts.kv.num_blocks == 10
+    assert parts.identity.model_fingerprint == FINGERPRINT
+    assert parts.max_model_len == MAX_MODEL_LEN
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"block_size": 3}, "block_size must be a power of two"),
+        ({"max_model_len": MAX_MODEL_LEN + 1}, f"max_model_len {MAX_MODEL_LEN + 1} is more than"),
+        ({"kv_memory_bytes": 10}, "kv_memory_bytes 10 is less than one block"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named_and_leave_no_pool(
+    pools: list[KvCache], settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        assemble_engine(FakeModel(), FINGERPRINT, config(**settings))
+
+    assert all(pool.closed for pool in pools)
+
+
+def test_an_engine_that_refuses_its_model_leaves_no_pool(pools: list[KvCache], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise EngineError("no")
+
+    monkeypatch.setattr("worker.engine_builder.Engine", refuse)
+    with pytest.raises(EngineError, match="no"):
+        assemble_engine(FakeModel(), FINGERPRINT, config(num_blocks_override=4))
+
+    assert [pool.closed for pool in pools] == [True]
+
+
+def test_a_model_folder_becomes_an_engine_with_the_time_of_each_part(tmp_path: Path, pools: list[KvCache]) -> None:
+    folder = make_tiny_model(tmp_path)
+    parts = build_engine(config(model_path=str(folder), num_blocks_override=4, num_threads=torch.get_num_threads()))
+
+    assert parts.timings.keys() == {"model_s", "fingerprint_s", "kv_and_engine_s"}
+    assert parts.kv.num_blocks == 4
+
+
+def test_a_folder_that_holds_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        build_engine(config(model_path=str(tmp_path)))

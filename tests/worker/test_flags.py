@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from engine.errors import InternalError
+from worker.config import WorkerConfig
+from worker.flags import worker_command
+from worker.session import Role
+
+
+def no_build(config: WorkerConfig) -> Role:
+    raise InternalError("not reached")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerConfig]:
+    """The configs that workers would have been started with."""
+    configs: list[WorkerConfig] = []
+    monkeypatch.setattr("worker.flags.run_worker", lambda build, config: configs.append(config))
+    return configs
+
+
+def run(*flags: str) -> tuple[int, str]:
+    result = CliRunner().invoke(worker_command("decode", no_build), ["--model", "some/folder", *flags])
+    return result.exit_code, result.output
+
+
+def test_flags_reach_the_settings_that_they_name(started: list[WorkerConfig]) -> None:
+    flags = "--worker-id w7 --host 127.0.0.2 --port 81 --dtype float32 --block-size 8 --num-blocks-override 9"
+    more = "--kv-memory-bytes 1000 --max-model-len 99 --max-num-batched-tokens 77 --max-num-seqs 5 --threads 2"
+    code, _ = run(*flags.split(), *more.split())
+
+    assert code == 0
+    (config,) = started
+    engine = config.engine
+    assert (config.worker_id, config.host, config.port, config.model_name) == ("w7", "127.0.0.2", 81, "folder")
+    assert (engine.model_path, engine.dtype, engine.block_size) == ("some/folder", "float32", 8)
+    assert (engine.num_blocks_override, engine.kv_memory_bytes, engine.max_model_len) == (9, 1000, 99)
+    assert (engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs, engine.num_threads) == (77, 5, 2)
+
+
+def test_workers_without_a_name_get_different_ones(started: list[WorkerConfig]) -> None:
+    run()
+    run()
+
+    first, second = (config.worker_id for config in started)
+    assert first != second
+    assert first.startswith("decode-")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--port", "70000"], "port must be in [0, 65535]"),
+        (["--kv-memory-bytes", "0"], "kv_memory_bytes must be positive"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["--threads", "0"], "num_threads must be at least 1"),
+        (["--drain-s", "-1"], "drain_s must be at least 0"),
+    ],
+)
+def test_a_setting_out_of_range_is_named_with_its_limit(
+    started: list[WorkerConfig], flags: list[str], named: str
+) -> None:
+    code, output = run(*flags)
+
+    assert code == 1
+    assert named in output
+    assert started == []

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +37,7 @@ class WorkerProcess:
         command += ["--num-blocks-override", "256", "--block-size", "8", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
+    @cached_property
     def ready(self) -> dict[str, Any]:
         """The ready line."""
         assert self.process.stdout is not None

@@ -40,7 +40,7 @@ async def read_to_the_end(
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_says_who_it_is_and_sigterm_leaves_nothing(model: Path, role: str) -> None:
     with WorkerProcess(role, model, "--worker-id", "w7") as worker:
-        ready = worker.ready()
+        ready = worker.ready
         children = psutil.Process(ready["pid"]).children(recursive=True)
         worker.send(signal.SIGTERM)
         code, errors = worker.wait()
@@ -57,7 +57,7 @@ def test_a_worker_says_who_it_is_and_sigterm_leaves_nothing(model: Path, role: s
 
 async def test_sigterm_in_the_middle_of_a_stream_tells_the_router_and_exits(model: Path) -> None:
     with WorkerProcess("decode", model, "--drain-s", "0") as worker:
-        call = connect(worker.ready()["address"])
+        call = connect(worker.ready["address"])
         await call.write(worker_pb2.SessionRequest(hello=worker_pb2.Hello(protocol=PROTOCOL_VERSION, router_id="r0")))
         reserve = fill(worker_pb2.Reserve(), "a", [5] * 20, compute_here=True, sampling=sampling(max_tokens=400))
         await call.write(worker_pb2.SessionRequest(reserve=reserve))

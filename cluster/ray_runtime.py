@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -106,7 +107,8 @@ class RayRuntime:
 def _init_local(spec: RaySpec, name: str, folder: Path, num_actors: int) -> tuple[str, tuple[ProcessId, ...]]:
     # What a killed predecessor left: two clusters of one name never run at once, so nobody uses it.
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, mode=0o700)
+    _make_private(folder.parent)
+    _make_private(folder)
     try:
         with loopback_ray(), nullcontext() if spec.helpers else lean_ray():
             ray.init(
@@ -128,6 +130,13 @@ def _init_local(spec: RaySpec, name: str, folder: Path, num_actors: int) -> tupl
         logger.warning("this version of Ray listens on %s; only its token protects it there", node.node_ip_address)
     identities = (ProcessId.of(info.process.pid) for entry in node.all_processes.values() for info in entry)
     return node.gcs_address, tuple(identity for identity in identities if identity is not None)
+
+
+def _make_private(folder: Path) -> None:
+    """Whoever owns the folder of the sockets owns Ray, and it may lie in a temporary folder that all users share."""
+    folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} belongs to somebody else; set KVRELAY_HOME to a short path of your own")
 
 
 def _join(spec: RaySpec, name: str) -> tuple[str, tuple[ProcessId, ...]]:

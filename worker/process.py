@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -11,8 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import uvloop
@@ -43,7 +44,8 @@ class RunningWorker:
         started = time.monotonic()
         async with AsyncExitStack() as stack:
             # On a thread: loading a model takes seconds, and Ray's calls must be answered meanwhile.
-            role = await asyncio.to_thread(self._build, self._config)
+            with _no_garbage():
+                role = await asyncio.to_thread(self._build, self._config)
             stack.push_async_callback(role.stop)
             await role.start()
             server = WorkerServer(role, self._config)
@@ -65,6 +67,18 @@ class RunningWorker:
     async def stop(self) -> None:
         """Drain, end the sessions, give everything back. Idempotent."""
         await self._stack.aclose()
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Importing torch and building an engine make objects that stay: looking for garbage among them costs 0.4 s here,
+    and would go on costing, in every full collection between two tokens."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def run_worker(build: Callable[[WorkerConfig], Role], config: WorkerConfig) -> None:

@@ -30,10 +30,9 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 
 from decode_worker.hand_over import HandOver
+from decode_worker.stream import Phase, Stream
 from decode_worker.ticket import ask_for, expected_blocks
 from engine.block_hash import unpack_tokens
 from engine.engine import Engine, MissingBlock, Reservation, StepOutput
@@ -46,7 +45,7 @@ from engine.errors import (
     RequestError,
     TransferError,
 )
-from engine.request import Request, RequestKind
+from engine.request import RequestKind
 from kv_transfer.identity import PeerIdentity
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.reservation import ReservationTable
@@ -59,48 +58,12 @@ from worker.outputs import output_to_proto
 from worker.session import Session
 
 
-class _Phase(Enum):
-    WAITING = "waiting"
-    """For blocks."""
-    OPEN = "open"
-    """A link may write into its missing slots."""
-    CLOSING = "closing"
-    """The ticket is closed, but a write that had begun is not over."""
-    SETTLED = "settled"
-    """No link touches it."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Stream:
-    """One live request."""
-
-    key: str
-    """Its id in the engine, and the id of its ticket."""
-    session: Session
-    request_id: str
-    request: Request
-    deadline: asyncio.TimerHandle
-    phase: _Phase = _Phase.WAITING
-    hand_over: HandOver | None = None
-    """From the grant on; never for `compute_here`."""
-    busy: set[int] = field(default_factory=set)
-    """Slots of the closed ticket that a link is still writing."""
-    given_up: TransferError | None = None
-    """Why the rest of the blocks will not come."""
-    stopping: bool = False
-    """Cancelled, overdue or failed."""
-    forgotten: bool = False
-    """Stopping, and the engine has nothing of it any more."""
-    error: EngineError | None = None
-    """What `Ended` will say."""
-
-
 class DecodeWorker:
     """The decode `Role`. Everything that is not marked otherwise runs on the event loop."""
 
     def __init__(self, config: WorkerConfig, parts: EngineParts) -> None:
         """Takes over `parts`; `stop` gives them back."""
-        self._core: WorkerCore[_Stream] = WorkerCore(config, parts, self._deliver)
+        self._core: WorkerCore[Stream] = WorkerCore(config, parts, self._deliver)
         self._table = ReservationTable(self._core.incarnation, config.lease_s)
         peer = PeerIdentity(
             worker_id=config.worker_id,
@@ -172,7 +135,7 @@ class DecodeWorker:
         kind = RequestKind.LOCAL if reserve.compute_here else RequestKind.DECODE
         request = read_request(reserve, key, kind, time.monotonic())
         timeout_s = read_timeout_s(reserve, core.config.max_timeout_s)
-        record = _Stream(
+        record = Stream(
             key=key,
             session=session,
             request_id=reserve.request_id,
@@ -197,14 +160,14 @@ class DecodeWorker:
         missing = reservation.missing if record.given_up is None else ()
         if missing:
             self._table.open(record.key, expected_blocks(missing), time.monotonic() + self._core.config.lease_s)
-            record.phase = _Phase.OPEN
+            record.phase = Phase.OPEN
             self._arm_lease_timer()
         self._send_reserved(record, missing, reservation.cached_tokens, reservation.wait_s)
         if not missing:
             self._settle(record)
 
     def _send_reserved(
-        self, record: _Stream, missing: Sequence[MissingBlock], cached_tokens: int, wait_s: float
+        self, record: Stream, missing: Sequence[MissingBlock], cached_tokens: int, wait_s: float
     ) -> None:
         reserved = worker_pb2.Reserved(
             request_id=record.request_id,
@@ -227,7 +190,7 @@ class DecodeWorker:
 
     def _adopted(self, key: str, ordinal: int) -> None:
         record = self._core.live.by_key(key)
-        if record is None or record.stopping or record.phase is not _Phase.OPEN or record.hand_over is None:
+        if record is None or record.stopping or record.phase is not Phase.OPEN or record.hand_over is None:
             return  # the ticket was closed while this was on its way; the block counts as not arrived
         record.hand_over.adopt(ordinal)
         self._core.post(lambda engine: engine.adopted(key, ordinal))
@@ -263,19 +226,19 @@ class DecodeWorker:
         if record is not None and not record.stopping:
             self._give_up(record, error)
 
-    def _give_up(self, record: _Stream, error: TransferError) -> None:
+    def _give_up(self, record: Stream, error: TransferError) -> None:
         """Wait for no more blocks. Does nothing if it waits for none."""
-        if record.given_up is not None or record.phase not in (_Phase.WAITING, _Phase.OPEN):
+        if record.given_up is not None or record.phase not in (Phase.WAITING, Phase.OPEN):
             return
         record.given_up = error
         self._core.count(error)
-        if record.phase is _Phase.OPEN:  # else the grant settles it
+        if record.phase is Phase.OPEN:  # else the grant settles it
             self._close_ticket(record)
             if not record.busy:
                 self._settle(record)
 
-    def _close_ticket(self, record: _Stream) -> None:
-        record.phase = _Phase.CLOSING
+    def _close_ticket(self, record: Stream) -> None:
+        record.phase = Phase.CLOSING
         record.busy |= self._table.close(record.key)
 
     def writes_quiet(self, ticket_id: str, slots: Collection[int]) -> None:
@@ -292,16 +255,16 @@ class DecodeWorker:
         if record.stopping:
             self._core.post(lambda engine: engine.quiet(ours))
             self._end_if_over(record)
-        elif record.phase is _Phase.CLOSING and not record.busy:
+        elif record.phase is Phase.CLOSING and not record.busy:
             self._settle(record)
 
-    def _settle(self, record: _Stream) -> None:
+    def _settle(self, record: Stream) -> None:
         """No link touches the slots any more, and it is known which blocks came."""
         assert record.hand_over is not None, "settled before it was granted"
         error = record.given_up
         if error is not None:
             self._core.post(lambda engine: engine.give_up_transfer(record.key))
-        record.phase = _Phase.SETTLED
+        record.phase = Phase.SETTLED
         stats = self._receiver.transfer_stats(record.key)
         text = "" if error is None else f"{type(error).__name__}: {error}"
         handed_over = record.hand_over.message(record.request_id, stats, text)
@@ -325,7 +288,7 @@ class DecodeWorker:
 
     def _on_step(self, output: StepOutput) -> None:
         steps: defaultdict[Session, worker_pb2.Step] = defaultdict(worker_pb2.Step)
-        finished: list[_Stream] = []
+        finished: list[Stream] = []
         for update in output.updates:
             record = self._core.live.by_key(update.request_id)
             if record is None or record.stopping:
@@ -333,7 +296,7 @@ class DecodeWorker:
             if update.error is not None:
                 self._stop(record, update.error)
                 continue
-            if record.phase is _Phase.WAITING:
+            if record.phase is Phase.WAITING:
                 self._begun(record)
             if update.token is not None:
                 entry = steps[record.session].outputs.add(request_id=record.request_id)
@@ -345,9 +308,9 @@ class DecodeWorker:
         for record in finished:
             self._end(record)
 
-    def _begun(self, record: _Stream) -> None:
+    def _begun(self, record: Stream) -> None:
         """The first step of a `compute_here` request: only now is it known what the prefix cache had."""
-        record.phase = _Phase.SETTLED
+        record.phase = Phase.SETTLED
         began, arrival = record.request.first_scheduled, record.request.arrival
         assert began is not None, "an update of a step that was not"
         self._send_reserved(record, (), record.request.num_cached_tokens, began - arrival)
@@ -357,13 +320,13 @@ class DecodeWorker:
         if record is not None:
             self._stop(record, DeadlineExceeded("the deadline passed on the decode worker"))
 
-    def _stop(self, record: _Stream, error: EngineError | None) -> None:
+    def _stop(self, record: Stream, error: EngineError | None) -> None:
         """The one early exit. Idempotent."""
         if record.stopping:
             return
         record.stopping = True
         record.error = error
-        if record.phase is _Phase.OPEN:
+        if record.phase is Phase.OPEN:
             self._close_ticket(record)
         busy = frozenset(record.busy)
 
@@ -373,15 +336,15 @@ class DecodeWorker:
 
         self._core.post(forget)
 
-    def _forgotten(self, record: _Stream) -> None:
+    def _forgotten(self, record: Stream) -> None:
         record.forgotten = True
         self._end_if_over(record)
 
-    def _end_if_over(self, record: _Stream) -> None:
+    def _end_if_over(self, record: Stream) -> None:
         if record.forgotten and not record.busy:
             self._end(record)
 
-    def _end(self, record: _Stream) -> None:
+    def _end(self, record: Stream) -> None:
         record.deadline.cancel()
         self._core.ended(record, record.error)
         if not len(self._core.live):

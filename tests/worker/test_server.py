@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, QueueFull
+from engine.errors import ConfigError, QueueFull, WorkerLost
 from kvrelay._wire import PROTOCOL_VERSION
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from worker.config import WorkerConfig
@@ -31,6 +31,7 @@ class RecordingRole:
         self.on_handle: Callable[[Session, worker_pb2.SessionRequest], None] = lambda session, message: None
         self.loads = 0
         self.drained = False
+        self.lost: WorkerLost | None = None
 
     def welcome(self) -> worker_pb2.Welcome:
         return worker_pb2.Welcome(protocol=PROTOCOL_VERSION, worker_id="w0", role="decode")
@@ -39,6 +40,8 @@ class RecordingRole:
         return {}
 
     async def load(self) -> worker_pb2.Load:
+        if self.lost is not None:
+            raise self.lost
         self.loads += 1
         return worker_pb2.Load(running=self.loads)
 
@@ -307,3 +310,15 @@ async def test_the_health_service_answers(role: RecordingRole) -> None:
         )
 
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_worker_that_lost_its_engine_ends_its_sessions_and_is_not_serving(role: RecordingRole) -> None:
+    role.lost = WorkerLost("the engine has stopped")
+    async with serving(role) as channel:
+        call = await open_session(channel)
+
+        assert await status_of(call) == (grpc.StatusCode.UNAVAILABLE, "the engine has stopped")
+        health = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service="kvrelay.v1.Worker")
+        )
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -273,10 +273,10 @@ def _checked(cls: type[Frame], values: tuple[Any, ...] | list[Any]) -> list[Any]
     checks = _CHECKS[cls]
     if len(values) != len(checks):
         raise ProtocolError(f"{cls.__name__} has {len(values)} fields, expected {len(checks)}")
-    result = []
-    for name, check, value in zip(_NAMES[cls], checks, values, strict=True):
-        try:
-            result.append(check(value))
-        except _Invalid as error:
-            raise ProtocolError(f"{cls.__name__}.{name} must be {error}") from None
-    return result
+    checked: list[Any] = []
+    try:
+        for check, value in zip(checks, values, strict=True):
+            checked.append(check(value))
+    except _Invalid as error:
+        raise ProtocolError(f"{cls.__name__}.{_NAMES[cls][len(checked)]} must be {error}") from None
+    return checked

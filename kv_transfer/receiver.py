@@ -317,8 +317,7 @@ class _ReceiverLink:
         match outcome:
             case WriteOutcome.ADOPTED:
                 transport = link.intake.transport
-                self._counters.add("blocks_adopted", transport)
-                self._counters.add("bytes_adopted", transport, frame.length)
+                self._counters.add_all(transport, {"blocks_adopted": 1, "bytes_adopted": frame.length})
                 self._receiver._note_adoption(frame.ticket_id, first, frame.length, transport)
                 self._listener.block_adopted(frame.ticket_id, frame.ordinal, frame.length, transport)
                 self._acks.setdefault(frame.ticket_id, []).append(frame.ordinal)

@@ -78,6 +78,12 @@ class Counters:
         with self._lock:
             self._counts.setdefault(group, Counter())[label] += n
 
+    def add_all(self, label: str, amounts: Mapping[str, int]) -> None:
+        """Add to several groups under one label."""
+        with self._lock:
+            for group, n in amounts.items():
+                self._counts.setdefault(group, Counter())[label] += n
+
     def total(self, group: str) -> int:
         with self._lock:
             return sum(self._counts.get(group, Counter()).values())

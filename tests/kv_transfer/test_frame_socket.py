@@ -92,6 +92,18 @@ def test_payload_is_taken_first_from_what_was_read_along_with_the_frame(ends: En
     assert connection.receive() == Abort(ticket_id="t")
 
 
+def test_a_payload_shorter_than_what_was_read_ahead_leaves_the_rest(ends: Ends) -> None:
+    connection, peer = ends
+    peer.sendall(FRAME + b"payload" + FRAME)
+    target = bytearray(len(b"payload"))
+
+    connection.receive()
+    connection.receive_into(memoryview(target))
+
+    assert bytes(target) == b"payload"
+    assert connection.receive() == Abort(ticket_id="t")
+
+
 def test_discarding_a_payload_keeps_the_place_in_the_stream(ends: Ends) -> None:
     connection, peer = ends
     peer.sendall(FRAME + bytes(100_000) + FRAME)

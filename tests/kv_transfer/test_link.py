@@ -22,6 +22,7 @@ from kv_links import (
     Failed,
     MemoryPool,
     PrefillSide,
+    block_hash,
     decode_side,
     identity,
     in_time,
@@ -32,8 +33,9 @@ from kv_links import (
 )
 
 from engine.errors import ConfigError, HandshakeRefused, InternalError, LinkClosed, ProtocolError
+from kv_transfer.digest import digest
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import Abort, Frame, Hello, Refused, Welcome, encode
+from kv_transfer.frames import Abort, Ack, Block, Frame, Hello, Nack, Refused, Welcome, encode
 from kv_transfer.identity import LinkEndpoint, PeerIdentity
 from kv_transfer.link import LinkSettings
 from kv_transfer.receiver import KvReceiver
@@ -175,6 +177,7 @@ def test_a_pool_that_its_owner_could_shrink_is_not_mapped_and_the_link_falls_bac
         assert isinstance(done, Done)
         assert done.stats.transport == "tcp"
         assert prefill.sender.stats().fallbacks == 1
+        decode.receiver.close(WAIT_S)
         assert decode.receiver.stats().links_refused == {"transport": 1}
 
 
@@ -256,6 +259,45 @@ def test_the_receiver_cannot_write_through_what_it_was_given() -> None:
         os.pwrite(fd, b"x", 0)
 
     os.close(fd)
+    pool.close()
+
+
+def test_another_user_of_this_host_is_turned_away(decode: DecodeSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FrameSocket, "peer_user", lambda self: os.getuid() + 1)
+    with prefill_side() as prefill:
+        begin(prefill, decode, only(decode.receiver.endpoint(), "shm"))
+
+        assert prefill.listener.next() == Failed("t", HandshakeRefused)
+        decode.receiver.close(WAIT_S)
+        assert decode.receiver.stats().links_refused == {"identity": 1}
+
+
+def test_a_refusal_does_not_overtake_what_was_adopted_before_it(decode: DecodeSide) -> None:
+    pool = MemoryPool()
+    pool.fill(seed=1)
+    assert pool.fd is not None
+    decode.expect("t", [5, 6])
+    good = Block(
+        ticket_id="t",
+        incarnation="1",
+        ordinal=0,
+        slot=5,
+        generation=1,
+        hash=block_hash(0),
+        digest=digest(pool.block(0)),
+        offset=0,
+        length=LAYOUT.block_bytes,
+    )
+    with dial(decode, "shm") as sock:
+        connection = FrameSocket(sock, WAIT_S)
+        connection.send_with_fd(encode(replace(HELLO, transport="shm")), pool.fd)
+        assert isinstance(connection.receive(), Welcome)
+        connection.send(encode(good) + encode(replace(good, ordinal=1)))
+
+        assert connection.receive() == Ack(ticket_id="t", ordinals=(0,))
+        refusal = connection.receive()
+        assert isinstance(refusal, Nack)
+        assert (refusal.ordinal, refusal.error) == (1, "SlotMismatch")
     pool.close()
 
 

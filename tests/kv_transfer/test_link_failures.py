@@ -110,6 +110,17 @@ def test_a_sender_that_dies_in_the_middle_loses_its_tickets_and_no_others(wire: 
     assert wire.decode.table.missing("somebody else's") == (0,)
 
 
+def test_a_sender_that_dies_after_its_last_block_loses_nothing(wire: Wire) -> None:
+    wire.begin("t", [5])
+    wire.send("t", [0])
+    assert isinstance(wire.decode.listener.next(), Adopted)
+
+    wire.prefill.sender.close(WAIT_S)
+    wire.decode.receiver.close(WAIT_S)
+
+    assert wire.decode.listener.events.empty()
+
+
 def test_a_receiver_that_dies_fails_its_transfers_and_the_next_one_opens_a_new_link(wire: Wire) -> None:
     wire.begin("t", [5, 6])
     wire.send("t", [0])

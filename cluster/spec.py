@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
+from engine.knobs import Knobs
 from router.config import RouterConfig
 from worker.config import WorkerConfig
 
@@ -24,21 +25,14 @@ _MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSpec:
-    """Workers of one role, all alike."""
+class PoolSpec(Knobs):
+    """Workers of one role, all alike. Beside the fields below it has every knob of `engine.knobs`; those of bytes
+    accept "512MiB" and "2GB"."""
 
     replicas: int = 1
     """Workers of this role. No prefill worker: decode workers compute the prompts themselves."""
     num_threads: int = _ENGINE.num_threads
     """Threads of torch in each worker. More threads than cores in all: the workers slow each other down."""
-    kv_memory_bytes: int = _ENGINE.kv_memory_bytes
-    """KV pool of each worker; accepts "512MiB" and "2GiB"."""
-    num_blocks_override: int | None = None
-    block_size: int = _ENGINE.block_size
-    """Tokens a block; the same in both pools."""
-    enable_prefix_caching: bool = True
-    max_model_len: int | None = None
-    """Prompt and output together; by default the model's."""
     max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens
     max_num_seqs: int = _SCHEDULER.max_num_seqs
     max_waiting: int = _SCHEDULER.max_waiting
@@ -54,11 +48,7 @@ class PoolSpec:
         return EngineConfig(
             model_path=model_path,
             dtype=dtype,
-            kv_memory_bytes=self.kv_memory_bytes,
-            num_blocks_override=self.num_blocks_override,
-            block_size=self.block_size,
-            enable_prefix_caching=self.enable_prefix_caching,
-            max_model_len=self.max_model_len,
+            **self.knobs(),
             num_threads=self.num_threads,
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=self.max_num_batched_tokens,
@@ -164,7 +154,7 @@ class ClusterSpec:
     model: str = DEFAULT_MODEL
     """An alias, a Hugging Face id, a folder of safetensors, or a GGUF file."""
     dtype: str = _ENGINE.dtype
-    """Of weights, activations and KV."""
+    """Of weights and activations."""
     pools: PoolsSpec = field(default_factory=PoolsSpec)
     router: RouterSpec = field(default_factory=RouterSpec)
     ray: RaySpec = field(default_factory=RaySpec)

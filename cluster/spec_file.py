@@ -14,11 +14,11 @@ import yaml
 
 from cluster.spec import ClusterSpec
 from engine.errors import ConfigError
+from engine.knobs import KNOBS
+from engine.sizes import parse_size
 
 MAX_FILE_BYTES = 1024 * 1024
 
-_SIZE = re.compile(r"(\d+) *(KiB|MiB|GiB)")
-_SIZE_UNITS = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 
 SpecT = TypeVar("SpecT")
@@ -93,8 +93,11 @@ class _Reader:
             raise self._error(node, path, f"expected {_TYPE_NAMES[kind]}, got {_describe(node)}") from None
         if value is None and optional:
             return None
-        if kind is int and path.endswith("_bytes") and isinstance(value, str) and (size := _SIZE.fullmatch(value)):
-            return int(size[1]) * _SIZE_UNITS[size[2]]
+        if kind is int and isinstance(value, str) and _is_size(path.rpartition(".")[2]):
+            try:
+                return parse_size(value)
+            except ConfigError as error:
+                raise self._error(node, path, str(error)) from error
         if kind is float and type(value) is int:
             return float(value)
         if type(value) is not kind:  # `is`: YAML's true must not pass for 1
@@ -104,6 +107,10 @@ class _Reader:
     def _error(self, node: yaml.Node, path: str, message: str) -> ConfigError:
         line = node.start_mark.line + 1 if node.start_mark else 1
         return ConfigError(f"{self._source}:{line}: {path + ': ' if path else ''}{message}")
+
+
+def _is_size(name: str) -> bool:
+    return name.endswith("_bytes") or (name in KNOBS and KNOBS[name].is_size)
 
 
 def _describe(node: yaml.Node) -> str:

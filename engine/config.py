@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
+from engine.knobs import KNOBS, Knobs
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Weight, activation and KV types by name. The KV cache has the type of the activations for now."""
@@ -59,8 +60,7 @@ class CacheConfig:
     """Keep finished blocks under their content hash until the memory is wanted."""
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+        KNOBS["block_size"].check(self.block_size)
         if self.num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {self.num_blocks}")
 
@@ -90,33 +90,21 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Everything one engine is built from."""
+class EngineConfig(Knobs):
+    """Everything one engine is built from; the knobs of KV memory are described in `engine.knobs`."""
 
     model_path: str
     """Folder in the standard layout; see `engine.model.registry`."""
     dtype: str = "bfloat16"
-    """Of weights, activations and KV."""
-    kv_memory_bytes: int = 512 * 1024 * 1024
-    """KV pool of a CPU worker. Too high: the machine swaps or kills the worker. Too low: requests wait or preempt."""
-    num_blocks_override: int | None = None
-    """Blocks in the pool, whatever `kv_memory_bytes` says. For tests and experiments."""
-    block_size: int = 16
-    enable_prefix_caching: bool = True
-    max_model_len: int | None = None
-    """Prompt and output together; at most, and by default, what the model was trained for."""
+    """Of weights and activations."""
     scheduler: SchedulerConfig = SchedulerConfig()
     num_threads: int = 1
     """Threads of torch. One a worker: prefill and decode share a small machine without fighting."""
 
     def __post_init__(self) -> None:
+        Knobs.__post_init__(self)
+        self.check_works()
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
-        if self.kv_memory_bytes < 1:
-            raise ConfigError(f"kv_memory_bytes must be positive, got {self.kv_memory_bytes}")
-        if self.num_blocks_override is not None and self.num_blocks_override < 1:
-            raise ConfigError(f"num_blocks_override must be at least 1, got {self.num_blocks_override}")
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ConfigError(f"max_model_len must be at least 1, got {self.max_model_len}")
         if self.num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")

@@ -11,7 +11,9 @@ import click
 
 from engine.config import DTYPE_BYTES, EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
+from engine.knobs import KNOBS
 from worker.config import WorkerConfig
+from worker.knob_options import knob_option
 from worker.process import exit_with_parent, run_worker
 from worker.session import Role
 
@@ -49,13 +51,8 @@ def _options() -> list[click.Parameter]:
         option("--worker-id", "Name in the cluster; by default a new one.", default=None),
         option("--host", "Interface for sessions and links.", default="127.0.0.1"),
         option("--port", "Of the sessions; 0 takes a free one.", type=int, default=0),
-        option(
-            "--dtype", "Of weights, activations and KV.", type=click.Choice(sorted(DTYPE_BYTES)), default=_ENGINE.dtype
-        ),
-        option("--kv-memory-bytes", "KV pool.", type=int, default=_ENGINE.kv_memory_bytes),
-        option("--num-blocks-override", "Blocks in the pool, whatever --kv-memory-bytes says.", type=int, default=None),
-        option("--block-size", "Tokens a block.", type=int, default=_ENGINE.block_size),
-        option("--max-model-len", "Prompt and output together; by default the model's.", type=int, default=None),
+        option("--dtype", "Of weights and activations.", type=click.Choice(sorted(DTYPE_BYTES)), default=_ENGINE.dtype),
+        *(knob_option(name) for name in KNOBS),
         option("--max-num-batched-tokens", "Tokens of one step.", type=int, default=_SCHEDULER.max_num_batched_tokens),
         option("--max-num-seqs", "Requests that run at once.", type=int, default=_SCHEDULER.max_num_seqs),
         option("--max-waiting", "Requests that may wait.", type=int, default=_SCHEDULER.max_waiting),
@@ -76,10 +73,7 @@ def _worker_config(role: str, **flags: Any) -> WorkerConfig:
         engine=EngineConfig(
             model_path=str(model),
             dtype=flags["dtype"],
-            kv_memory_bytes=flags["kv_memory_bytes"],
-            num_blocks_override=flags["num_blocks_override"],
-            block_size=flags["block_size"],
-            max_model_len=flags["max_model_len"],
+            **{name: flags[name] for name in KNOBS},
             num_threads=flags["threads"],
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=flags["max_num_batched_tokens"],

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.spec import DEFAULT_PORT, ClusterSpec
+from cluster.spec import DEFAULT_PORT, ClusterSpec, PoolSpec
 from cluster.spec_file import load_spec, parse_spec
 from engine.errors import ConfigError
+from engine.knobs import KNOBS
 
 COMPLETE = """
 name: prod-1
@@ -62,8 +63,14 @@ def test_an_empty_file_is_the_default_spec() -> None:
         ("router: {port: 70000}\n", "c.yaml:1: router: port must be in [0, 65535], got 70000"),
         ("pools:\n  decode:\n    block_size: 16\n    num_threads: 0\n",
          "c.yaml:4: pools.decode: num_threads must be at least 1, got 0"),
-        ("pools:\n  decode:\n    kv_memory_bytes: 1GB\n",
-         "c.yaml:3: pools.decode.kv_memory_bytes: expected an integer, got '1GB'"),
+        ("pools:\n  decode:\n    kv_memory_bytes: 1G\n",
+         "c.yaml:3: pools.decode.kv_memory_bytes: expected bytes, as in 512MiB, 120GB or 1048576 "
+         "(units: B, kB, MB, GB, TB, KiB, MiB, GiB, TiB), got '1G'"),
+        ("pools:\n  decode:\n    replicas: 1\n    eviction_policy: fifo\n",
+         "c.yaml:4: pools.decode: eviction_policy must be one of lru, got 'fifo'"),
+        ("pools:\n  prefill:\n    tensor_parallel_size: 4\n",
+         "c.yaml:3: pools.prefill: tensor_parallel_size 4 is not supported yet: a worker runs on one device "
+         "(tensor_parallel_size 1); for more throughput add workers"),
         ("pools: {decode: {replicas: 0}}\n",
          "c.yaml:1: pools: decode: replicas must be at least 1: every request ends on a decode worker"),
         ("pools:\n  prefill: {block_size: 32}\n",
@@ -80,6 +87,12 @@ def test_a_wrong_field_is_named_with_file_line_and_path(text: str, complaint: st
     with pytest.raises(ConfigError) as caught:
         parse_spec(text, "c.yaml")
     assert str(caught.value) == complaint
+
+
+def test_every_knob_is_a_field_of_a_pool_and_sizes_have_units() -> None:
+    assert PoolSpec().knobs() == {name: knob.default for name, knob in KNOBS.items()}
+    pools = parse_spec("pools: {decode: {kv_memory_bytes: 2GB, swap_space: 0GiB}}", "c.yaml").pools
+    assert (pools.decode.kv_memory_bytes, pools.decode.swap_space) == (2 * 10**9, 0)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

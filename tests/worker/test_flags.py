@@ -4,6 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from engine.errors import InternalError
+from engine.knobs import KNOBS
 from worker.config import WorkerConfig
 from worker.flags import worker_command
 from worker.session import Role
@@ -28,7 +29,7 @@ def run(*flags: str) -> tuple[int, str]:
 
 def test_flags_reach_the_settings_that_they_name(started: list[WorkerConfig]) -> None:
     flags = "--worker-id w7 --host 127.0.0.2 --port 81 --dtype float32 --block-size 8 --num-blocks-override 9"
-    more = "--kv-memory-bytes 1000 --max-model-len 99 --max-num-batched-tokens 77 --max-num-seqs 5 --threads 2"
+    more = "--kv-memory-bytes 1KiB --no-enable-prefix-caching --max-model-len 99 --max-num-batched-tokens 77 --max-num-seqs 5 --threads 2"
     code, _ = run(*flags.split(), *more.split())
 
     assert code == 0
@@ -36,8 +37,23 @@ def test_flags_reach_the_settings_that_they_name(started: list[WorkerConfig]) ->
     engine = config.engine
     assert (config.worker_id, config.host, config.port, config.model_name) == ("w7", "127.0.0.2", 81, "folder")
     assert (engine.model_path, engine.dtype, engine.block_size) == ("some/folder", "float32", 8)
-    assert (engine.num_blocks_override, engine.kv_memory_bytes, engine.max_model_len) == (9, 1000, 99)
+    assert (engine.num_blocks_override, engine.kv_memory_bytes, engine.max_model_len) == (9, 1024, 99)
+    assert not engine.enable_prefix_caching
     assert (engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs, engine.num_threads) == (77, 5, 2)
+
+
+def test_every_knob_has_a_flag_whose_default_is_that_of_the_table(started: list[WorkerConfig]) -> None:
+    assert run()[0] == 0
+
+    assert started[0].engine.knobs() == {name: knob.default for name, knob in KNOBS.items()}
+
+
+def test_a_size_that_is_none_is_refused_with_the_units(started: list[WorkerConfig]) -> None:
+    code, output = run("--kv-memory-bytes", "12 parsecs")
+
+    assert code == 2
+    assert "Invalid value for '--kv-memory-bytes': expected bytes, as in 512MiB" in output
+    assert started == []
 
 
 def test_workers_without_a_name_get_different_ones(started: list[WorkerConfig]) -> None:
@@ -53,7 +69,12 @@ def test_workers_without_a_name_get_different_ones(started: list[WorkerConfig]) 
     ("flags", "named"),
     [
         (["--port", "70000"], "port must be in [0, 65535]"),
-        (["--kv-memory-bytes", "0"], "kv_memory_bytes must be positive"),
+        (["--kv-memory-bytes", "0"], "kv_memory_bytes must be at least 1, got 0"),
+        (["--block-size", "24"], "block_size must be a power of two in [1, 1024], got 24"),
+        (["--eviction-policy", "fifo"], "eviction_policy must be one of lru, got 'fifo'"),
+        (["--tensor-parallel-size", "2"], "tensor_parallel_size 2 is not supported yet: a worker runs on one device"),
+        (["--sliding-window", "64"], "sliding_window 64 is not supported yet: no attention kernel has a window"),
+        (["--gpu-memory-utilization", "0.9"], "workers run on CPUs, where kv_memory_bytes sets the pool"),
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
         (["--threads", "0"], "num_threads must be at least 1"),
         (["--drain-s", "-1"], "drain_s must be at least 0"),

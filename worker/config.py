@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 
 MAX_LEASE_S = 5.0
 """A lease that nobody renews blocks memory for this long at most."""
+_WILDCARDS = ("", "0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class WorkerConfig:
     model_name: str
     """What routers call the model; two workers exchange blocks by fingerprint, never by name."""
     host: str = "127.0.0.1"
-    """Interface for sessions and links."""
+    """Address for sessions and links. Tickets carry it to prefill workers, so no wildcard will do."""
     port: int = 0
     """Of the sessions; 0 takes a free one."""
     heartbeat_s: float = 0.5
@@ -38,6 +39,8 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if not self.worker_id:
             raise ConfigError("worker_id must not be empty")
+        if self.host in _WILDCARDS:
+            raise ConfigError(f"host must be an address that routers and peers can reach, got {self.host!r}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         for name in ("heartbeat_s", "max_timeout_s"):

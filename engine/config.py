@@ -58,11 +58,22 @@ class CacheConfig:
     """Tokens per block: a power of two. Larger wastes more of each last block and shares less."""
     enable_prefix_caching: bool = True
     """Keep finished blocks under their content hash until the memory is wanted."""
+    sliding_window: int | None = None
+    """Tokens that attention looks back on; blocks that hold none of them are given back. None: all of them."""
+    max_pinned_share: float = 0.25
+    """Of the pool, what pinned prefixes may keep from eviction. Higher: less for requests, which then wait longer."""
 
     def __post_init__(self) -> None:
         KNOBS["block_size"].check(self.block_size)
+        KNOBS["sliding_window"].check(self.sliding_window)
+        if not 0.0 <= self.max_pinned_share < 1.0:
+            raise ConfigError(f"max_pinned_share must be in [0, 1), got {self.max_pinned_share}")
         if self.num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {self.num_blocks}")
+
+    @property
+    def max_pinned_blocks(self) -> int:
+        return int(self.num_blocks * self.max_pinned_share)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

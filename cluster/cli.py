@@ -31,6 +31,7 @@ COMMANDS = {
     "chat": Target("cluster.cli_chat:chat", "Talk to the model."),
     "explain": Target("cluster.cli_status:explain", "Show how a recent request was placed, and what happened."),
     "pull": Target("cluster.cli_pull:pull", "Get a model and make it ready to load."),
+    "plan": Target("cluster.cli_plan:plan", "Show what fits into memory, for a model and its settings."),
     "demo": Target("cluster.cli_cluster:demo", "Start a cluster, answer one prompt, show what moved, stop."),
 }
 

@@ -82,7 +82,7 @@ def demo(prompt: str, max_tokens: int) -> None:
 
     started = time.monotonic()
     console = Console(highlight=False)
-    with _shown(as_json=False, console=console) as tell:
+    with _display(console, hints=False) as tell:
         _run(DEMO_SPEC, tell, started, Demo(console, prompt, max_tokens, started))
     console.print("stopped, nothing left running", style="dim")
 
@@ -133,15 +133,20 @@ def _detach(spec: ClusterSpec, arguments: list[str], overrides: dict[str, Any], 
 
 
 @contextmanager
-def _shown(as_json: bool, console: Console | None = None) -> Iterator[Listener]:
+def _shown(as_json: bool) -> Iterator[Listener]:
     """Where updates go: a display, or nothing but one JSON object when the cluster is ready."""
     if as_json:
         logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s")
         yield lambda update: echo_json(asdict(update)) if isinstance(update, Ready) else None
-        return
-    console = console or Console(highlight=False)
+    else:
+        with _display(Console(highlight=False), hints=True) as tell:
+            yield tell
+
+
+@contextmanager
+def _display(console: Console, *, hints: bool) -> Iterator[Listener]:
     # Through the console, so that a message does not tear the display.
     handler = RichHandler(console=console, show_time=False, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    with Display(console) as display:
+    with Display(console, hints=hints) as display:
         yield display

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from cluster.config import child_environment
@@ -23,7 +24,7 @@ def start_detached(arguments: Sequence[str], log_path: Path, tell: Listener) -> 
     """
     log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     reader, writer = os.pipe()
-    with open(reader) as updates, open(log_path, "w") as log:
+    with open(reader) as updates, open(log_path, "w") as log, ExitStack() as failed:
         try:
             # -P: a folder `cluster` where the user happens to be is not our package.
             process = subprocess.Popen(
@@ -37,27 +38,38 @@ def start_detached(arguments: Sequence[str], log_path: Path, tell: Listener) -> 
             )
         finally:
             os.close(writer)
-        last: Failed | None = None
-        try:
-            for line in updates:  # ends with the process, which alone holds the other end
-                update = from_line(line)
-                tell(update)
-                if isinstance(update, Ready):
-                    return update
-                if isinstance(update, Failed):
-                    last = update
-            process.wait()
-        except BaseException:
-            process.terminate()
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            raise
-    if last is not None:
-        return last
+        failed.callback(_stop, process)
+        outcome = _follow(updates, tell)
+        if isinstance(outcome, Ready):
+            failed.pop_all()
+            return outcome
+        process.wait()
+    if outcome is not None:
+        return outcome
     how = f"exit code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
     return Failed(f"it ended by {how} before it was ready; the end of {log_path}:\n{tail(log_path)}")
+
+
+def _follow(updates: Iterable[str], tell: Listener) -> Ready | Failed | None:
+    """Until the first readiness, or the end of the process, which alone holds the pipe's other end."""
+    failed = None
+    for line in updates:
+        update = from_line(line)
+        tell(update)
+        if isinstance(update, Ready):
+            return update
+        if isinstance(update, Failed):
+            failed = update
+    return failed
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Of a process that has ended, this is nothing."""
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def tail(path: Path) -> str:

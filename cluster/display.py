@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 from typing import Self
 
@@ -17,10 +18,12 @@ from cluster.updates import Failed, MemberTrouble, Ready, StageBegan, StageDone,
 class Display:
     """Use it as a context manager, and call it with each update. Writes to `console`, from any thread."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, hints: bool = True) -> None:
+        """`hints`: say what to type next once the cluster is ready."""
         self._console = console
+        self._hints = hints
         self._lines: dict[str, _Line] = {}
-        self._live = Live(self._view(), console=console, refresh_per_second=8, transient=True)
+        self._live = Live(get_renderable=self._view, console=console, refresh_per_second=8, transient=True)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -46,29 +49,28 @@ class Display:
                 self._say(Text(f"! {member_id:<12} {reason}", style="yellow"))
             case Ready():
                 self._stop_drawing()
-                self._console.print(ready_view(update))
+                self._console.print(ready_view(update, self._hints))
             case Failed():
                 self._stop_drawing()  # the command prints the reason when it ends
-        if self._live.is_started:
-            self._live.update(self._view())
 
     def _say(self, line: Text) -> None:
         self._console.print(line)
 
     def _stop_drawing(self) -> None:
         if self._live.is_started:
-            self._live.update(Group())
+            self._lines.clear()
             self._live.stop()
 
     def _view(self) -> RenderableType:
         """What is still going on; what is done was printed above."""
-        return Group(*(line.spinner for line in self._lines.values() if not line.done))
+        return Group(*(line.spinner() for line in list(self._lines.values()) if not line.done))
 
 
 class _Line:
     def __init__(self, stage: str, detail: str) -> None:
         self._stage = stage
         self._detail = detail
+        self._began = time.monotonic()
         self._seconds: float | None = None
         self._spinner = Spinner("dots", style="cyan")
         self.note = ""
@@ -77,9 +79,9 @@ class _Line:
     def done(self) -> bool:
         return self._seconds is not None
 
-    @property
     def spinner(self) -> RenderableType:
-        self._spinner.update(text=Text(f"{self._stage:<12} {self._detail} {self.note}", style="dim"))
+        seconds = time.monotonic() - self._began
+        self._spinner.update(text=Text(f"{self._stage:<12} {seconds:5.1f} s  {self._detail} {self.note}", style="dim"))
         return self._spinner
 
     def finish(self, seconds: float, detail: str) -> None:
@@ -93,14 +95,15 @@ class _Line:
         return line
 
 
-def ready_view(ready: Ready) -> RenderableType:
+def ready_view(ready: Ready, hints: bool) -> RenderableType:
     """The endpoints, and what to type next."""
     table = Table.grid(padding=(0, 2))
     table.add_row("router", Text(f"{ready.router_address} (gRPC)", style="bold"))
     table.add_row("Ray", ready.ray_address)
     if ready.log_path:
         table.add_row("log", ready.log_path)
-    table.add_row("try", 'kvrelay generate "Why is the sky blue?"')
-    table.add_row("stop", "kvrelay down" if ready.log_path else "Ctrl-C, or kvrelay down")
+    if hints:
+        table.add_row("try", 'kvrelay generate "Why is the sky blue?"')
+        table.add_row("stop", "kvrelay down" if ready.log_path else "Ctrl-C, or kvrelay down")
     headline = Text(f"cluster {ready.name} serves {ready.model}, ready after {ready.seconds:.1f} s", style="bold green")
     return Group(headline, table)

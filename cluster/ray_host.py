@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,8 @@ class RayHost:
         folder = self._runtime.log_dir
         if folder is None or process is None:
             return ""
-        return "".join(_tail(path) for path in sorted(folder.glob(f"worker-*-{process.pid}.err")))
+        lines = [line for path in sorted(folder.glob(f"worker-*-{process.pid}.err")) for line in _tail(path)]
+        return "\n".join(line for line in lines if not line.startswith(":"))  # Ray's own marks begin so
 
     def _create(self, actor_class: type, num_cpus: int, *arguments: object) -> ActorHandle[Any]:
         remote_class: Any = ray.remote(actor_class)
@@ -128,25 +130,29 @@ async def _result(call: Awaitable[ResultT]) -> ResultT:
     except RayTaskError as error:
         if isinstance(error.cause, EngineError):
             raise error.cause from None
-        logger.error("an actor failed:\n%s", error.traceback_str)
+        logger.error("an actor failed:\n%s", error)
         raise InternalError(f"{type(error.cause).__name__}: {error.cause}") from None
     except (RayActorError, ActorUnschedulableError, RaySystemError) as error:
-        raise ActorLost(_first_line(error)) from error
+        raise ActorLost(_reason(error)) from error
 
 
-def _first_line(error: RayError) -> str:
-    """Ray explains an actor's death over many lines; the one with the cause names the exit."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    for line in lines:
-        if "exit_type" in line or "Worker exit" in line or "worker process has died" in line:
-            return line
-    return lines[0] if lines else type(error).__name__
+def _reason(error: RayError) -> str:
+    """Ray tells an actor's death in a paragraph, with advice; this is the part about the cause."""
+    lines = str(error).split("\n")
+    if "error raised in its creation task" in lines[0]:
+        return f"it cannot be made: {lines[-1].strip() or lines[-2].strip()}"
+    text = " ".join(str(error).split())
+    if "End of file" in text:
+        return "its process was killed, or crashed"
+    if (detail := re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text)) is not None:
+        return detail[1]
+    return lines[0] or type(error).__name__
 
 
-def _tail(path: Path) -> str:
+def _tail(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            return file.read().decode(errors="replace")
+            return file.read().decode(errors="replace").splitlines()
     except OSError:
-        return ""
+        return []

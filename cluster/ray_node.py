@@ -13,6 +13,7 @@ which insists on them; they are replaced only in versions of Ray where that was 
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,12 +21,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray._private import node, services
+from ray._private import node, services, worker
 from ray._raylet import persist_port  # type: ignore[attr-defined]  # compiled
+
+logger = logging.getLogger(__name__)
 
 _AGENTS_TRIED_WITH = ("2.60.",)
 _AGENT_FLAGS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+
+
+def ray_messages_to_log() -> None:
+    """What Ray prints about its workers on standard output, where a script reads our JSON, becomes log lines."""
+
+    def log(data: Any, ignore_prefix: bool) -> None:
+        logger.info("ray: %s", " ".join(data["lines"]))
+
+    worker.print_to_stdstream = log
 
 
 @contextmanager

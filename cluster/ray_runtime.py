@@ -17,7 +17,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +27,7 @@ from ray.exceptions import RayError
 
 from cluster.config import CLUSTER_ID_VARIABLE
 from cluster.processes import ProcessId, end, gone, marked
-from cluster.ray_node import lean_ray, loopback_ray
+from cluster.ray_node import lean_ray, loopback_ray, ray_messages_to_log
 from cluster.spec import RaySpec
 from engine.errors import ConfigError, UnavailableError
 
@@ -62,11 +62,10 @@ class RayRuntime:
         """
         runtime = cls(local=spec.local, cluster_id=cluster_id, folder=folder)
         init = partial(_init_local, spec, name, folder, num_actors) if spec.local else partial(_join, spec, name)
-        try:
+        async with AsyncExitStack() as failed:
+            failed.push_async_callback(runtime.close)
             runtime.address, runtime.processes = await runtime._on_thread(init)
-        except BaseException:
-            await runtime.close()
-            raise
+            failed.pop_all()
         return runtime
 
     @property
@@ -110,6 +109,7 @@ def _init_local(spec: RaySpec, name: str, folder: Path, num_actors: int) -> tupl
     _make_private(folder.parent)
     _make_private(folder)
     try:
+        ray_messages_to_log()
         with loopback_ray(), nullcontext() if spec.helpers else lean_ray():
             ray.init(
                 address="local",
@@ -140,6 +140,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _join(spec: RaySpec, name: str) -> tuple[str, tuple[ProcessId, ...]]:
+    ray_messages_to_log()
     try:
         context = ray.init(
             address=spec.address, namespace=f"kvrelay-{name}", log_to_driver=False, logging_level=logging.ERROR

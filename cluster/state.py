@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,12 @@ def write_record(record: ClusterRecord) -> None:
     path = state_path(record.name)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{record.name}.")  # mode 0600
-    try:
+    with ExitStack() as failed:
+        failed.callback(os.unlink, temporary)
         with os.fdopen(descriptor, "w") as file:
             json.dump({"version": VERSION, **asdict(record)}, file, indent=1)
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        failed.pop_all()
 
 
 def read_record(name: str) -> ClusterRecord | None:

@@ -97,6 +97,7 @@ def test_a_prompt_is_prefilled_on_one_worker_and_decoded_on_the_other(cluster: s
 
 def test_up_tells_where_it_serves_and_what_runs(cluster: state.ClusterRecord) -> None:
     assert cluster.ready
+    assert len(cluster.ray_processes) == 2  # control store and raylet: no helper that costs seconds of start
     assert sorted(member.role for member in cluster.members) == ["decode", "prefill", "router"]
     assert all(address.startswith("127.0.0.1:") for address in (cluster.router_address, cluster.ray_address))
     status = json.loads(kvrelay("status", "--json").stdout)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster import state
+from cluster.account import Account
+from cluster.processes import ProcessId
+from cluster.reconcile import MemberView, Phase
+from cluster.spec import ClusterSpec
+from cluster.supervisor import Member, ReadyReport, Snapshot
+from cluster.updates import MemberTrouble, Ready, StageBegan, StageDone, Update
+
+ADDRESSES = {"router": "127.0.0.1:8600", "prefill-0": "127.0.0.1:1", "decode-0": "127.0.0.1:2"}
+
+
+@pytest.fixture
+def told() -> list[Update]:
+    return []
+
+
+@pytest.fixture
+def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[Update]) -> Account:
+    monkeypatch.setenv("KVRELAY_HOME", str(tmp_path))
+    record = state.ClusterRecord(
+        name="default",
+        cluster_id="c",
+        process=ProcessId.mine(),
+        router_address="",
+        model="m",
+        ready=False,
+        started_at=1.0,
+        log_path="",
+        ray_address="",
+    )
+    return Account(record, ClusterSpec(), told.append, started=0.0)
+
+
+def snapshot(phase: Phase, *, ready: bool = False, **other: tuple[Phase, int]) -> Snapshot:
+    """All members in `phase`, but the `other` ones (with _ for -)."""
+    members = []
+    for member_id, address in ADDRESSES.items():
+        its_phase, attempt = other.get(member_id.replace("-", "_"), (phase, 1))
+        serves = its_phase is Phase.READY
+        report = ReadyReport(address, f"life-{attempt}", ProcessId.mine()) if serves else None
+        view = MemberView(member_id, its_phase, attempt, address if serves else "", "killed" if attempt > 1 else "")
+        members.append(Member(view, report))
+    return Snapshot(ready, tuple(members))
+
+
+def test_the_record_follows_the_members(account: Account) -> None:
+    assert state.read_record("default") == account.record
+    account.changed(snapshot(Phase.STARTING))
+    account.changed(snapshot(Phase.READY, ready=True))
+
+    written = state.find_running()
+    assert written.ready
+    assert written.router_address == ADDRESSES["router"]
+    assert {member.member_id: member.role for member in written.members} == {
+        "router": "router",
+        "prefill-0": "prefill",
+        "decode-0": "decode",
+    }
+
+
+def test_a_replaced_worker_is_recorded_with_its_new_incarnation(account: Account) -> None:
+    account.changed(snapshot(Phase.STARTING))
+    account.changed(snapshot(Phase.READY, ready=True))
+    account.changed(snapshot(Phase.READY, decode_0=(Phase.ABSENT, 1)))
+    assert [member.member_id for member in state.find_running().members] == ["router", "prefill-0"]
+
+    account.changed(snapshot(Phase.READY, decode_0=(Phase.STARTING, 2)))
+    account.changed(snapshot(Phase.READY, ready=True, decode_0=(Phase.READY, 2)))
+    assert [member.incarnation for member in state.find_running().members] == ["life-1", "life-1", "life-2"]
+
+
+def test_each_step_of_a_member_and_the_first_readiness_are_told_once(account: Account, told: list[Update]) -> None:
+    account.changed(snapshot(Phase.STARTING))
+    account.changed(snapshot(Phase.STARTING))
+    account.changed(snapshot(Phase.READY))
+    account.changed(snapshot(Phase.READY, ready=True))
+    account.changed(snapshot(Phase.READY, ready=True))
+
+    assert [type(update) for update in told] == [StageBegan] * 3 + [StageDone] * 3 + [Ready]
+
+
+def test_a_death_is_told_with_its_reason(account: Account, told: list[Update]) -> None:
+    account.changed(snapshot(Phase.STARTING))
+    account.changed(snapshot(Phase.READY, decode_0=(Phase.ABSENT, 2)))
+    assert told[-1] == MemberTrouble("decode-0", "killed")

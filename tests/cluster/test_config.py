@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cluster import config
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("KVRELAY_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def test_folders_follow_the_xdg_specification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config.default_model_dir() == tmp_path / ".cache/kvrelay/models"
+    assert config.state_dir() == tmp_path / ".local/state/kvrelay"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/c")
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")  # invalid by the specification
+    assert config.default_model_dir() == Path("/var/c/kvrelay/models")
+    assert config.state_dir() == tmp_path / ".local/state/kvrelay"
+
+
+def test_one_variable_moves_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_HOME", "/srv/kv")
+    monkeypatch.setenv("XDG_STATE_HOME", "/var/s")
+    assert config.default_model_dir() == Path("/srv/kv/cache/models")
+    assert config.state_dir() == Path("/srv/kv/state")
+
+
+@pytest.mark.parametrize("home", ["/srv/kv", "/srv/" + "long/" * 30])
+def test_ray_sockets_fit_into_the_path_that_the_kernel_takes(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_HOME", home)
+    socket = config.ray_dir("a" * 32) / "session_2026-11-30_23-59-28_123456_1234567" / "sockets/plasma_store"
+    assert len(str(socket)) <= config.MAX_SOCKET_PATH
+
+
+def test_two_clusters_never_share_a_folder_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = set()
+    for home in ("/srv/kv", "/srv/" + "long/" * 30, "/srv/" + "long/" * 31):
+        monkeypatch.setenv("KVRELAY_HOME", home)
+        folders |= {config.ray_dir("a"), config.ray_dir("b")}
+    assert len(folders) == 6
+
+
+def test_a_joined_ray_keeps_its_own_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"RAY_AUTH_TOKEN": "theirs"})
+    config.prepare_ray_environment(cluster_id="c", local=False, auth_token="ours")
+    assert os.environ["RAY_AUTH_TOKEN"] == "theirs"
+    config.prepare_ray_environment(cluster_id="c", local=True, auth_token="ours")
+    assert (os.environ["RAY_AUTH_TOKEN"], os.environ["RAY_AUTH_MODE"]) == ("ours", "token")

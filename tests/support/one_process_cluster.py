@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import Any, Self
 
 import grpc
 import torch
-from fakes import FakeModel, make_model_folder
+from fakes import make_model_folder
+from pausing_model import PausingModel
 
 from decode_worker.worker import DecodeWorker
-from engine.batch import ForwardBatch
 from engine.block_hash import pack_tokens, unpack_tokens
 from engine.config import EngineConfig, SchedulerConfig
-from engine.kv_cache import KvCache
 from engine.model_config import model_fingerprint
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
 from prefill_worker.worker import PrefillWorker
@@ -43,38 +41,6 @@ class Generation:
     def route(self) -> router_pb2.Route:
         assert self.finished is not None, "the stream did not finish"
         return self.finished.route
-
-
-class PausingModel(FakeModel):
-    """A `FakeModel` that can be stopped before a forward, on the engine thread, until it is told to go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pauses_at: int | None = None
-        self._go_on = threading.Event()
-        self._paused: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def pause_at(self, num_forwards: int) -> None:
-        """Pause once `num_forwards` more were done. On the event loop."""
-        self._loop, self._paused = asyncio.get_running_loop(), asyncio.Event()
-        self._go_on.clear()
-        self._pauses_at = self.num_forwards + num_forwards
-
-    async def paused(self) -> None:
-        assert self._paused is not None, "nobody called pause_at"
-        async with asyncio.timeout(BOUND_S):
-            await self._paused.wait()
-
-    def go_on(self) -> None:
-        self._go_on.set()
-
-    def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
-        if self.num_forwards == self._pauses_at and self._loop is not None and self._paused is not None:
-            self._pauses_at = None
-            self._loop.call_soon_threadsafe(self._paused.set)
-            assert self._go_on.wait(BOUND_S), "nobody called go_on"
-        return super().forward(batch, kv)
 
 
 class ClusterWorker:

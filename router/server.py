@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.malformed import RefuseMalformed
 from router.registry import Registry
 from router.served_model import ServedModel, load_served_model
 from router.service import AdminService, RouterService
@@ -59,7 +60,7 @@ class RouterServer:
             model = await asyncio.to_thread(load_served_model, Path(self._config.model_path), self._config.model_name)
         registry = Registry(self._config, model.fingerprint)
         dispatcher = Dispatcher(self._config, model, registry)
-        server = grpc.aio.server(options=self._options())
+        server = grpc.aio.server(interceptors=[_refuse_malformed()], options=self._options())
         router_pb2_grpc.add_RouterServicer_to_server(RouterService(self._config, model, dispatcher), server)
         router_pb2_grpc.add_AdminServicer_to_server(
             AdminService(self._config, _version(), registry, dispatcher), server
@@ -125,6 +126,11 @@ class RouterServer:
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
             ("grpc.http2.max_pings_without_data", 0),
         ]
+
+
+def _refuse_malformed() -> RefuseMalformed:
+    methods = router_pb2.DESCRIPTOR.services_by_name["Router"].methods
+    return RefuseMalformed(ROUTER_SERVICE, {method.name: method.input_type for method in methods})
 
 
 def _version() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -13,31 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli_common import echo_json, json_option
+from cluster.spec import DEFAULT_MODEL
 from engine.config import DTYPE_BYTES, SchedulerConfig
 from engine.errors import ConfigError
 from engine.knobs import KNOBS, Knobs
 from engine.kv_layout import KV_DTYPE_BYTES
 from engine.model_shapes import SHAPES, ModelShape, find_shape
 from engine.plan import Fit, Plan, Question, make_plan
-from engine.sizes import format_size
+from engine.sizes import format_round_size, format_size
 from worker.knob_options import knob_option, size_param
 
-DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_CONTEXT_LEN = 4096
 WIDTH = 110
 BAR_WIDTH = 30
 ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "fp8_e4m3"}
-
-
-def _knob_options(command: Callable[..., None]) -> Callable[..., None]:
-    memory = "Memory of one device for the KV pool; with --weights or --gpu-memory-utilization, all its memory."
-    for name in reversed(KNOBS):
-        is_memory = name == "kv_memory_bytes"
-        option = knob_option(
-            name, flags=["--memory", "--kv-memory-bytes"] if is_memory else (), help_text=memory if is_memory else ""
-        )
-        command.__dict__.setdefault("__click_params__", []).append(option)
-    return command
 
 
 @click.command()
@@ -49,7 +38,6 @@ def _knob_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--context", type=int, default=None, metavar="TOKENS", help="Of one request, prompt and output together.")
 @click.option("--shared-prefix", type=int, default=0, metavar="TOKENS", help="That all requests begin with.")
 @click.option("--weights", type=size_param, default=0, metavar="BYTES", help="Of the whole model, to be subtracted.")
-@_knob_options
 @json_option
 def plan(as_json: bool, dtype: str, context: int | None, shared_prefix: int, weights: int, **flags: Any) -> None:
     """Show what fits into memory, before anything is started.
@@ -77,6 +65,16 @@ def plan(as_json: bool, dtype: str, context: int | None, shared_prefix: int, wei
     else:
         console = Console(highlight=False)
         (console if console.is_terminal else Console(highlight=False, width=WIDTH)).print(plan_view(made))
+
+
+plan.params += [
+    knob_option(
+        "kv_memory_bytes",
+        flags=["--memory", "--kv-memory-bytes"],
+        help_text="Memory of one device for KV; with --weights or --gpu-memory-utilization, the device's whole memory.",
+    ),
+    *(knob_option(name) for name in KNOBS if name != "kv_memory_bytes"),
+]
 
 
 def _shape(model: str | None, dimensions: dict[str, int | None]) -> ModelShape:
@@ -108,7 +106,7 @@ def plan_view(made: Plan) -> RenderableType:
 
 def _headline(question: Question) -> Text:
     shape, devices = question.shape, question.knobs.tensor_parallel_size
-    memory = format_size(question.kv_memory_bytes)
+    memory = format_round_size(question.kv_memory_bytes)
     where = f"{memory} for it" if devices == 1 else f"{memory} for it on each of {devices} devices"
     return Text(
         f"{shape.name}: {shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_dim}; "
@@ -123,17 +121,17 @@ def _summary(made: Plan) -> Table:
     product = f"2 x {layout.num_layers} layers x {layout.num_kv_heads} KV heads x {layout.head_dim}"
     product += f" x {KV_DTYPE_BYTES[layout.dtype]} B" + (", and scales" if layout.quantized else "")
     request_bytes = format_size(chosen.blocks_per_request * chosen.block_bytes)
-    share = f", {chosen.shared_blocks:,} of them shared by all" if chosen.shared_blocks else ""
+    share = f"; {chosen.shared_blocks:,} of the blocks are shared by all" if chosen.shared_blocks else ""
     table = Table.grid(padding=(0, 2))
     table.add_row("one token", f"{chosen.token_bytes:,} B = {product}")
     table.add_row("one block", f"{format_size(chosen.block_bytes)}, {knobs.block_size} tokens")
     pool = f"{chosen.num_blocks:,} blocks = {chosen.num_tokens:,} tokens in {format_size(chosen.pool_bytes)}"
     table.add_row("the pool", pool)
-    request = f"{chosen.blocks_per_request:,} blocks = {request_bytes}, at {question.context_len:,} tokens{share}"
+    request = f"{chosen.blocks_per_request:,} blocks = {request_bytes} at {question.context_len:,} tokens{share}"
     table.add_row("one request", request)
     table.add_row("at once", Text(f"{chosen.num_requests:,} such requests", style="bold"))
     if made.contiguous_requests is not None:
-        limit = f"{made.contiguous_requests:,}, if each reserved max_model_len, {question.max_model_len:,} tokens"
+        limit = f"{made.contiguous_requests:,}, each of which reserved max_model_len, {question.max_model_len:,} tokens"
         table.add_row("without blocks", limit)
     if made.swap_blocks:
         swapped = f"{made.swap_blocks:,} blocks more: {made.swap_requests:,} such requests that wait"

@@ -40,6 +40,11 @@ def format_binary_size(num_bytes: int) -> str:
     return _format(num_bytes, _BINARY)
 
 
+def format_round_size(num_bytes: int) -> str:
+    """In the unit in which it is a round number: `120 GB`, `512 MiB`."""
+    return format_size(num_bytes) if num_bytes % _BINARY["MiB"] else format_binary_size(num_bytes)
+
+
 def _format(num_bytes: int, units: dict[str, int]) -> str:
     fitting = [(name, size) for name, size in units.items() if 1 < size <= num_bytes]
     if not fitting:

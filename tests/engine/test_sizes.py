@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import ConfigError
-from engine.sizes import format_binary_size, format_size, parse_size
+from engine.sizes import format_binary_size, format_round_size, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,11 @@ def test_sizes_are_written_with_three_digits() -> None:
     sizes = (999, 5_242_880, 120 * 10**9, 1_310_720_000)
     assert [format_size(size) for size in sizes] == ["999 B", "5.24 MB", "120 GB", "1.31 GB"]
     assert [format_binary_size(size) for size in (1023, 2**29, 3 * 2**19)] == ["1023 B", "512 MiB", "1.5 MiB"]
+
+
+def test_a_size_is_written_in_the_unit_that_it_was_thought_in() -> None:
+    assert [format_round_size(parse_size(text)) for text in ("120GB", "512MiB", "24GiB")] == [
+        "120 GB",
+        "512 MiB",
+        "24 GiB",
+    ]

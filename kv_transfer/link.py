@@ -182,7 +182,6 @@ def accept(connection: FrameSocket, identity: PeerIdentity, settings: LinkSettin
     connection.set_timeout(settings.handshake_timeout_s)
     fd: int | None = None
     try:
-        _check_peer_user(connection)
         if connection.is_unix:
             hello, fd = connection.receive_with_fd()
         else:
@@ -191,6 +190,7 @@ def accept(connection: FrameSocket, identity: PeerIdentity, settings: LinkSettin
             raise LinkClosed(f"no HELLO within {settings.handshake_timeout_s:g} s")
         if not isinstance(hello, Hello):
             raise ProtocolError(f"a link begins with HELLO, not {type(hello).__name__}")
+        _check_peer_user(connection)  # only now: a refusal reaches nobody whose HELLO is still unread
         protocol = _judge(hello, identity)
         intake = _intake(connection, hello, fd, identity.layout)
         try:

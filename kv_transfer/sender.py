@@ -285,14 +285,14 @@ class _SenderLink:
             case Ack(ticket_id=ticket_id, ordinals=ordinals):
                 with self.changed:
                     ignored = self.transfers.acked(ticket_id, ordinals, now)
+                    counters.add("blocks_acked", n=len(ordinals) - ignored)
+                    counters.add("answers_ignored", n=ignored)
                     self.changed.notify()
-                counters.add("blocks_acked", n=len(ordinals) - ignored)
-                counters.add("answers_ignored", n=ignored)
             case Nack(ticket_id=ticket_id, ordinal=ordinal):
                 with self.changed:
                     mattered = self.transfers.nacked(ticket_id, ordinal, _error_of(frame), now)
+                    counters.add("answers_ignored", n=int(not mattered))
                     self.changed.notify()
-                counters.add("answers_ignored", n=int(not mattered))
             case _:
                 raise ProtocolError(f"a receiver sends no {type(frame).__name__}")
 

@@ -9,7 +9,7 @@ from cluster import state
 from cluster.processes import ProcessId
 from cluster.reconcile import ROUTER_ID, Phase
 from cluster.spec import ClusterSpec
-from cluster.supervisor import Snapshot
+from cluster.supervisor import Member, Snapshot
 from cluster.updates import Listener, MemberTrouble, Ready, StageBegan, StageDone
 
 
@@ -35,7 +35,7 @@ class Account:
     def changed(self, snapshot: Snapshot) -> None:
         """Take over the supervisor's view. On the event loop; the write is a small file on a local disk."""
         for member in snapshot.members:
-            self._tell_member(member.view.member_id, member.view.phase, member.view.attempt, member.view.last_reason)
+            self._tell_member(member)
         first_ready = snapshot.ready and not self.record.ready
         members = tuple(
             state.MemberRecord(
@@ -60,17 +60,21 @@ class Account:
         if first_ready:
             self._tell_ready()
 
-    def _tell_member(self, member_id: str, phase: Phase, attempt: int, last_reason: str) -> None:
-        before, self._seen[member_id] = self._seen.get(member_id), (phase, attempt)
-        if before == (phase, attempt):
+    def _tell_member(self, member: Member) -> None:
+        view = member.view
+        before, self._seen[view.member_id] = self._seen.get(view.member_id), (view.phase, view.attempt)
+        if before == (view.phase, view.attempt):
             return
-        if phase is Phase.STARTING:
-            self._began[member_id] = time.monotonic()
-            self._tell(StageBegan(member_id, "" if attempt == 1 else f"start {attempt}"))
-        elif phase is Phase.READY:
-            self._tell(StageDone(member_id, time.monotonic() - self._began[member_id]))
-        elif phase is Phase.ABSENT and last_reason:
-            self._tell(MemberTrouble(member_id, last_reason))
+        again = "" if view.attempt == 1 else f"start {view.attempt}"
+        if view.phase is Phase.STARTING:
+            self._began[view.member_id] = time.monotonic()
+            self._tell(StageBegan(view.member_id, again))
+        elif view.phase is Phase.READY:
+            pool = member.report.pool if member.report is not None else ""
+            detail = ", ".join(part for part in (again, pool) if part)
+            self._tell(StageDone(view.member_id, time.monotonic() - self._began[view.member_id], detail))
+        elif view.phase is Phase.ABSENT and view.last_reason:
+            self._tell(MemberTrouble(view.member_id, view.last_reason))
 
     def _tell_ready(self) -> None:
         record = self.record

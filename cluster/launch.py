@@ -23,11 +23,14 @@ from typing import TYPE_CHECKING, NoReturn
 from cluster import state
 from cluster.account import Account
 from cluster.config import default_model_dir, prepare_ray_environment, ray_dir
+from cluster.pools import check_pools
 from cluster.processes import ProcessId
 from cluster.spec import DECODE, PREFILL, ROLES, ClusterSpec
 from cluster.supervisor import Snapshot, Supervisor
 from cluster.updates import Failed, Listener, StageBegan, StageDone, StageMoved
 from engine.errors import ConfigError, EngineError
+from engine.machine import memory_bytes
+from engine.model_config import load_model_config
 from engine.model_store import pull_model
 
 if TYPE_CHECKING:
@@ -109,6 +112,8 @@ class ClusterRun:
             self._spec.model, default_model_dir(), lambda part, share: self._tell(StageMoved("model", part, share))
         )
         self._tell(StageDone("model", time.monotonic() - began, self._spec.model))
+        if self._spec.ray.local:
+            check_pools(self._spec, load_model_config(folder), memory_bytes())
         return str(folder)
 
     async def _run_on_ray(self, account: Account, model_path: str, job: Job | None) -> None:

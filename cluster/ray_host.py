@@ -95,7 +95,8 @@ class RayHandle:
         self._process = ProcessId.of(report["pid"]) if local else None
         if self._pins_port:
             self._host.pin_router_port(report["address"])
-        return ReadyReport(report["address"], report["incarnation"], self._process, report.get("timings", {}))
+        timings, pool = report.get("timings", {}), report.get("pool", "")
+        return ReadyReport(report["address"], report["incarnation"], self._process, timings, pool)
 
     async def gone(self) -> str:
         try:

@@ -55,6 +55,8 @@ class ReadyReport:
     """None if it runs on another machine."""
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the parts of its start, as it measured them."""
+    pool: str = ""
+    """A worker's KV pool, in one line."""
 
 
 class Handle(Protocol):

@@ -45,6 +45,7 @@ from engine.errors import (
     RequestError,
     TransferError,
 )
+from engine.plan import Pool
 from engine.request import RequestKind
 from kv_transfer.identity import PeerIdentity
 from kv_transfer.receiver import KvReceiver
@@ -99,6 +100,9 @@ class DecodeWorker:
 
     def welcome(self) -> worker_pb2.Welcome:
         return self._core.welcome("decode", self._receiver.endpoint())
+
+    def pool(self) -> Pool:
+        return self._core.parts.pool
 
     def timings(self) -> Mapping[str, float]:
         return self._core.parts.timings

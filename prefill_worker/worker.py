@@ -30,6 +30,7 @@ from functools import partial
 from engine.block_hash import block_chain
 from engine.engine import Engine, RequestUpdate, StepOutput
 from engine.errors import DeadlineExceeded, Draining, EngineError, RequestError
+from engine.plan import Pool
 from engine.request import Request, RequestKind
 from engine.sampler import SampledToken
 from kv_transfer.identity import PeerIdentity
@@ -99,6 +100,9 @@ class PrefillWorker:
 
     def welcome(self) -> worker_pb2.Welcome:
         return self._core.welcome("prefill")
+
+    def pool(self) -> Pool:
+        return self._core.parts.pool
 
     def timings(self) -> Mapping[str, float]:
         return self._core.parts.timings

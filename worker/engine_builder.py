@@ -13,11 +13,13 @@ from engine.block_hash import BlockIdentity
 from engine.config import CacheConfig, EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
-from engine.kv_cache import KvCache, blocks_that_fit
+from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
+from engine.machine import memory_bytes
 from engine.model.llama import Model
 from engine.model.registry import load_model
 from engine.model_config import model_fingerprint
+from engine.plan import Pool, check_pool, pool_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,8 @@ class EngineParts:
 
     engine: Engine
     kv: KvCache
+    pool: Pool
+    """What `kv` holds, in numbers."""
     identity: BlockIdentity
     max_model_len: int
     max_requests: int
@@ -61,12 +65,13 @@ def assemble_engine(
         block_size=config.block_size,
         dtype=config.dtype,
     )
-    num_blocks = config.num_blocks_override or blocks_that_fit(layout, config.kv_memory_bytes)
+    pool = pool_of(layout, config.kv_memory_bytes, config.num_blocks_override)
+    check_pool(pool, config, memory_bytes())
     cache_config = CacheConfig(
-        num_blocks=num_blocks, block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        num_blocks=pool.num_blocks, block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching
     )
     identity = BlockIdentity(model_fingerprint=fingerprint, kv_dtype=config.dtype, block_size=config.block_size)
-    kv = KvCache(layout, num_blocks)
+    kv = KvCache(layout, pool.num_blocks)
     try:
         engine = Engine(model, kv, cache_config, config.scheduler, identity, max_model_len)
     except EngineError:
@@ -75,6 +80,7 @@ def assemble_engine(
     return EngineParts(
         engine=engine,
         kv=kv,
+        pool=pool,
         identity=identity,
         max_model_len=max_model_len,
         max_requests=config.scheduler.max_num_seqs + config.scheduler.max_waiting,

@@ -61,6 +61,7 @@ class RunningWorker:
             "pid": welcome.pid,
             "num_blocks": welcome.num_blocks,
             "block_size": welcome.block_size,
+            "pool": str(role.pool()),
             "timings": {**role.timings(), "total_s": round(time.monotonic() - started, 3)},
         }
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import grpc
 
 from engine.errors import EngineError
+from engine.plan import Pool
 from kvrelay.v1 import worker_pb2
 
 
@@ -102,6 +103,9 @@ class Role(Protocol):
     """What a worker does with its requests: prefill or decode. Every method runs on the event loop."""
 
     def welcome(self) -> worker_pb2.Welcome: ...
+
+    def pool(self) -> Pool:
+        """The KV pool, in numbers."""
 
     def timings(self) -> Mapping[str, float]:
         """How long each part of the start took, in seconds."""

@@ -85,6 +85,19 @@ def test_each_step_of_a_member_and_the_first_readiness_are_told_once(account: Ac
     assert [type(update) for update in told] == [StageBegan] * 3 + [StageDone] * 3 + [Ready]
 
 
+def test_a_worker_that_serves_tells_its_pool_and_whether_it_was_started_again(
+    account: Account, told: list[Update]
+) -> None:
+    pool = "16 blocks of 16 tokens"
+    for attempt in (1, 2):
+        report = ReadyReport("127.0.0.1:2", f"life-{attempt}", ProcessId.mine(), {}, pool)
+        for phase, its_report in ((Phase.STARTING, None), (Phase.READY, report)):
+            view = MemberView("decode-0", phase, attempt, "127.0.0.1:2" if its_report else "", "")
+            account.changed(Snapshot(False, (Member(view, its_report),)))
+
+    assert [update.detail for update in told if isinstance(update, StageDone)] == [pool, f"start 2, {pool}"]
+
+
 def test_a_death_is_told_with_its_reason(account: Account, told: list[Update]) -> None:
     account.changed(snapshot(Phase.STARTING))
     account.changed(snapshot(Phase.READY, decode_0=(Phase.ABSENT, 2)))

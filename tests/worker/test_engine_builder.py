@@ -43,6 +43,7 @@ def test_the_pool_is_as_large_as_the_memory_that_it_may_take(pools: list[KvCache
     parts = assemble_engine(FakeModel(), FINGERPRINT, config(kv_memory_bytes=10 * block_bytes + 1))
 
     assert parts.kv.num_blocks == 10
+    assert (parts.pool.num_blocks, parts.pool.num_tokens, parts.pool.num_bytes) == (10, 40, parts.kv.nbytes)
     assert parts.identity.model_fingerprint == FINGERPRINT
     assert parts.max_model_len == MAX_MODEL_LEN
 
@@ -53,6 +54,8 @@ def test_the_pool_is_as_large_as_the_memory_that_it_may_take(pools: list[KvCache
         ({"block_size": 3}, "block_size must be a power of two"),
         ({"max_model_len": MAX_MODEL_LEN + 1}, f"max_model_len {MAX_MODEL_LEN + 1} is more than"),
         ({"kv_memory_bytes": 10}, "kv_memory_bytes 10 is less than one block"),
+        ({"kv_memory_bytes": 1 << 50}, f"kv_memory_bytes {1 << 50}: .* is larger than this machine's memory"),
+        ({"num_blocks_override": 1 << 45}, f"num_blocks_override {1 << 45}: .* is larger than this machine's memory"),
     ],
 )
 def test_settings_that_do_not_fit_are_named_and_leave_no_pool(

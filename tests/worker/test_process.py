@@ -47,6 +47,7 @@ def test_a_worker_says_who_it_is_and_sigterm_leaves_nothing(model: Path, role: s
 
     assert (ready["worker_id"], ready["role"], ready["num_blocks"]) == ("w7", role, 256)
     assert ready["pid"] == worker.process.pid
+    assert ready["pool"].startswith("256 blocks of ")
     assert {"model_s", "total_s"} <= ready["timings"].keys()
     assert (code, errors) == (0, "")
     assert children == []

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, QueueFull, WorkerLost
+from engine.plan import Pool
 from kvrelay._wire import PROTOCOL_VERSION
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from worker.config import WorkerConfig
@@ -35,6 +36,9 @@ class RecordingRole:
 
     def welcome(self) -> worker_pb2.Welcome:
         return worker_pb2.Welcome(protocol=PROTOCOL_VERSION, worker_id="w0", role="decode")
+
+    def pool(self) -> Pool:
+        return Pool(block_bytes=1, block_size=1, num_blocks=1, dtype="float32")
 
     def timings(self) -> dict[str, float]:
         return {}

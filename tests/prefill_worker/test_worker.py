@@ -187,9 +187,12 @@ async def test_the_end_of_a_session_cancels_what_it_started_and_nothing_else(
 
 async def test_the_deadline_stops_a_prompt_whatever_the_transfer_does(worker: PrefillWorker, router: Router) -> None:
     await router.send(prefill=prefill(timeout_ms=50))
-    await router.expect("prefilled")
 
-    assert (await router.expect("ended")).error == "DeadlineExceeded"
+    message = await router.next()
+    if message.HasField("prefilled"):  # not on a very busy machine
+        message = await router.next()
+
+    assert message.ended.error == "DeadlineExceeded"
 
 
 async def test_a_fault_of_the_model_ends_the_prompt_and_aborts_its_transfer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,8 +135,7 @@ async def test_a_prefill_worker_that_stops_in_the_middle_of_a_prompt_is_replaced
         worker.model.pause_at(3)
         generating = asyncio.create_task(cluster.generate(PROMPT, 20))
         await worker.model.paused()
-        worker.model.go_on()
-        await cluster.stop_worker(worker)
+        await cluster.stop_paused(worker)
         generation = await generating
 
     assert generation.token_ids == expected_output(PROMPT, 20)
@@ -162,9 +161,10 @@ async def test_a_decode_worker_that_stops_is_replaced_by_another_and_no_token_is
         done, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for other in others:
             other.cancel()
+        stopped = waits[done.pop()]
+        await cluster.stop_paused(stopped)
         for worker in cluster.decode:
             worker.model.go_on()
-        await cluster.stop_worker(waits[done.pop()])
         generation = await generating
 
     assert generation.token_ids == expected_output(PROMPT, 30)

@@ -136,10 +136,16 @@ class OneProcessCluster:
     def workers(self) -> list[ClusterWorker]:
         return [*self.prefill, *self.decode]
 
-    async def stop_worker(self, worker: ClusterWorker) -> None:
-        """Take a worker away; its routers find out by themselves."""
+    async def stop_paused(self, worker: ClusterWorker) -> None:
+        """Take away a worker whose model is paused; it goes on once the router has lost it."""
         (self.prefill if worker in self.prefill else self.decode).remove(worker)
-        await worker.stop()
+        stopping = asyncio.create_task(worker.stop())
+        registry = self.router.registry
+        async with asyncio.timeout(BOUND_S):
+            while worker.config.worker_id in {snapshot.worker_id for snapshot in registry.snapshots()}:
+                await registry.changed()
+        worker.model.go_on()
+        await stopping
 
     def call(
         self, prompt: Sequence[int], max_tokens: int = 8, timeout_s: float = BOUND_S, **sampling: Any

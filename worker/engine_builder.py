@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from engine.batch import ForwardBatch
 from engine.block_hash import BlockIdentity
 from engine.config import CacheConfig, EngineConfig
 from engine.engine import Engine
@@ -20,6 +21,8 @@ from engine.model.llama import Model
 from engine.model.registry import load_model
 from engine.model_config import model_fingerprint
 from engine.plan import Pool, check_pool, pool_of
+
+WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,34 @@ def build_engine(config: EngineConfig) -> EngineParts:
     loaded = time.monotonic()
     fingerprint = model_fingerprint(Path(config.model_path))
     timings = {"model_s": loaded - started, "fingerprint_s": time.monotonic() - loaded}
-    return assemble_engine(model, fingerprint, config, timings)
+    parts = assemble_engine(model, fingerprint, config, timings)
+    assembled = time.monotonic()
+    warm_up(model, parts.kv)
+    return replace(parts, timings={**parts.timings, "warm_up_s": time.monotonic() - assembled})
+
+
+def warm_up(model: Model, kv: KvCache) -> None:
+    """Run a short prompt and one decode step through the model, so that the first request does not pay for it.
+
+    What is paid here: page faults of the weights, and the choice of a matrix product for each shape. Writes into the
+    first blocks of the pool, which nobody holds yet.
+    """
+    block_size = kv.layout.block_size
+    prompt = min(WARM_UP_TOKENS, kv.num_blocks * block_size - 1, model.config.max_model_len - 1)
+    blocks = list(range(-(-(prompt + 1) // block_size)))
+    steps = ((0, prompt), (prompt, prompt + 1)) if prompt else ((0, 1),)
+    for start, end in steps:
+        model.forward(
+            ForwardBatch(
+                token_ids=torch.zeros(end - start, dtype=torch.int64),
+                positions=torch.arange(start, end),
+                query_starts=[0, end - start],
+                context_lens=[end],
+                block_tables=[blocks],
+                sample_rows=[end - start - 1],
+            ),
+            kv,
+        )
 
 
 def assemble_engine(

@@ -12,7 +12,7 @@ from worker_process import make_tiny_model
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, ModelError
 from engine.kv_cache import KvCache
-from worker.engine_builder import assemble_engine, build_engine
+from worker.engine_builder import assemble_engine, build_engine, warm_up
 
 FINGERPRINT = bytes(32)
 
@@ -82,8 +82,19 @@ def test_a_model_folder_becomes_an_engine_with_the_time_of_each_part(tmp_path: P
     folder = make_tiny_model(tmp_path)
     parts = build_engine(config(model_path=str(folder), num_blocks_override=4, num_threads=torch.get_num_threads()))
 
-    assert parts.timings.keys() == {"model_s", "fingerprint_s", "kv_and_engine_s"}
+    assert parts.timings.keys() == {"model_s", "fingerprint_s", "kv_and_engine_s", "warm_up_s"}
     assert parts.kv.num_blocks == 4
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 40])
+def test_warming_up_stays_within_the_pool(num_blocks: int) -> None:
+    parts = assemble_engine(FakeModel(), FINGERPRINT, config(num_blocks_override=num_blocks, block_size=1))
+
+    warm_up(FakeModel(), parts.kv)
+
+    parts.engine.check_integrity()
+    assert parts.engine.stats().blocks.free == num_blocks
+    parts.kv.close()
 
 
 def test_a_folder_that_holds_no_model_is_named(tmp_path: Path) -> None:

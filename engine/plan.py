@@ -35,8 +35,8 @@ class Pool:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_blocks:,} blocks of {self.block_size} tokens = {self.num_tokens:,} tokens in "
-            f"{format_binary_size(self.num_bytes)} ({self.dtype})"
+            f"{self.num_blocks:,} blocks of {self.block_size} = {self.num_tokens:,} tokens, "
+            f"{format_binary_size(self.num_bytes)} of {self.dtype}"
         )
 
 

@@ -193,7 +193,7 @@ LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=4, dtype=
 def test_a_pool_is_told_in_one_line() -> None:
     pool = pool_of(LAYOUT, 1024 * 768 + 767)
     assert (pool.num_blocks, pool.num_bytes) == (1024, 1024 * 768)
-    assert str(pool) == "1,024 blocks of 4 tokens = 4,096 tokens in 768 KiB (bfloat16)"
+    assert str(pool) == "1,024 blocks of 4 = 4,096 tokens, 768 KiB of bfloat16"
     assert pool_of(LAYOUT, 1, num_blocks_override=7).num_blocks == 7
 
 

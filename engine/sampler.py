@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from engine.errors import InternalError
+from engine.philox import philox4x32
 from engine.sampling_params import SamplingParams
 
 _HEAD = 1024
@@ -59,25 +60,6 @@ def sample(
     values = logits.numpy()  # numpy's argmax takes a tenth of torch's time, and promises the first of equals
     best_ids = values.argmax(axis=-1).tolist()
     return [_sample_row(values[i], row, i, best_ids[i]) for i, row in enumerate(rows)]
-
-
-def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 on 32-bit words: 128 random bits for a counter and a key.
-
-    Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC'11.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        product0, product1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (
-            (product1 >> 32) ^ c1 ^ k0,
-            product1 & 0xFFFFFFFF,
-            (product0 >> 32) ^ c3 ^ k1,
-            product0 & 0xFFFFFFFF,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c0, c1, c2, c3
 
 
 def uniform(seed: int, position: int) -> float:

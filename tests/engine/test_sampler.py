@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.errors import InternalError
-from engine.sampler import SampledToken, SampleRow, philox4x32, sample, uniform
+from engine.philox import philox4x32
+from engine.sampler import SampledToken, SampleRow, sample, uniform
 from engine.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

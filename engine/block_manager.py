@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
+from engine.block_events import BlockEvents, EventBatch, Snapshot
 from engine.config import CacheConfig
 from engine.errors import InternalError, NoFreeBlocks
+from engine.lru_list import LruList
+from engine.pinned_prefixes import PinnedPrefixes
+from engine.prefix_index import PrefixIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +21,7 @@ class BlockStats:
     free: int
     """Without content."""
     cached: int
-    """Held by nobody, found by hash, given up when memory is wanted."""
+    """Held by nobody, found by hash, given up when memory is wanted, unless it is pinned."""
     owned: int
     """Held by at least one request."""
     leased: int
@@ -25,35 +29,62 @@ class BlockStats:
     quarantined: int
     """Held by nobody but the quarantine: a link may still read or write it."""
     total: int
+    pinned: int = 0
+    """Of the cached and held ones: kept from eviction under a name."""
+    copies_avoided: int = 0
+    """Blocks needed in addition if nobody shared: the requests that hold each block, without the first."""
+    copies: int = 0
+    """Made since the start because a request was to write into a block that others can read."""
+    evictions: int = 0
+    """Cached blocks given up since the start."""
+    event_overflows: int = 0
+    """How often since the start events were dropped because nobody took them."""
 
 
 class BlockManager:
-    """Reference counts, hashes and states of the blocks 0 to `num_blocks - 1`.
+    """References, hashes and states of the blocks 0 to `num_blocks - 1`.
 
-    Invariants, re-derived by `check_integrity`:
-      1. A block is free, cached, or held (`_refs > 0`): exactly one of the three.
-      2. `_hash_of` and `_block_of` are inverse; free blocks have no hash, cached blocks have one.
-      3. A leased block has one reference and no hash: nobody can find it before its KV is there.
-      4. The quarantine holds one reference for each of its entries.
-      5. The contents of a block with a hash are those of the hash: nothing here can check that.
+    A block is referred to by requests (`_holders`) and by quarantines (`_quarantines`). Invariants, re-derived by
+    `check_integrity`:
+      1. A block with neither is free, in `_cached`, or pinned: exactly one of the three. With one of them, none.
+      2. Free blocks have no hash; `_cached` and pinned ones have one.
+      3. A leased block has one holder, no quarantine and no hash: nobody can find it before its KV is there.
+      4. What is pinned is whole prefixes. Residency is prefix-closed (`PrefixIndex`): evicting a block takes the hash
+         from all that continue it.
+      5. Without a sliding window `_cached` has every block before its parent, so that nothing continues what is
+         evicted.
+      6. The contents of a block with a hash are those of the hash: nothing here can check that.
 
     Only this class changes these tables; others hold block ids and hand them back. Each block costs O(1) in every
     call. Misuse (a block that the caller cannot hold) raises `InternalError` before anything has changed.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
-        self._num_blocks = config.num_blocks
+    def __init__(
+        self, config: CacheConfig, *, copy_block: Callable[[int, int], None] | None = None, incarnation: str = ""
+    ) -> None:
+        """`copy_block(source, target)` copies contents; needed for `copy_on_write` alone. `incarnation` of the worker
+        goes with its events."""
+        self._config = config
+        self._copy_block = copy_block
         # Last in, first out: a small working set touches few pages of the pool.
         self._free = list(reversed(range(config.num_blocks)))
-        self._cached: OrderedDict[int, None] = OrderedDict()
-        """In the order in which they are given up."""
-        self._refs = [0] * config.num_blocks
+        self._cached = LruList(config.num_blocks)
+        """Blocks that can be evicted, the next one first."""
+        self._holders = [0] * config.num_blocks
+        self._quarantines = [0] * config.num_blocks
         self._generation = [0] * config.num_blocks
-        self._hash_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
         self._leased: set[int] = set()
-        self._quarantine: dict[int, int] = {}
-        """Block -> references that the quarantine holds."""
+        self._events = BlockEvents(incarnation, max_hashes=config.num_blocks)
+        self._index = PrefixIndex(self._events)
+        self._pins = PinnedPrefixes(config.max_pinned_blocks)
+        self._num_idle_pinned = 0
+        """Pinned blocks that nobody refers to."""
+        self._num_quarantined = 0
+        """Blocks that only quarantines refer to."""
+        self._num_shares = 0
+        """Holders of each block beyond its first, all together."""
+        self._num_copies = 0
+        self._num_evictions = 0
 
     @property
     def num_allocatable(self) -> int:
@@ -65,16 +96,16 @@ class BlockManager:
         return count + sum(block in self._cached for block in keeping) <= self.num_allocatable
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, each with one reference, no hash, and a new generation; contents are arbitrary.
+        """Take `count` blocks, each with one holder, no hash, and a new generation; contents are arbitrary.
 
         Cached blocks are given up only when no free ones are left, least recently released first. All or nothing: on
         `NoFreeBlocks` the pool is unchanged.
         """
         if count > self.num_allocatable:
-            raise NoFreeBlocks(f"need {count} blocks, {self.num_allocatable} of {self._num_blocks} free")
+            raise NoFreeBlocks(f"need {count} blocks, {self.num_allocatable} of {self._config.num_blocks} free")
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
-            self._refs[block] = 1
+            self._holders[block] = 1
             self._generation[block] += 1
         return blocks
 
@@ -83,59 +114,97 @@ class BlockManager:
         return self._generation[block]
 
     def references(self, block: int) -> int:
-        return self._refs[block]
+        """Requests and quarantines that refer to `block`."""
+        return self._holders[block] + self._quarantines[block]
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Add a reference to each block: cached (`lookup`) or held already. A cached one cannot be evicted any more."""
+        """Add a holder to each block: found by `lookup`, or held already, as when a request forks.
+
+        A cached one cannot be evicted any more.
+        """
         for block in blocks:
-            if block in self._leased or (self._refs[block] == 0 and block not in self._cached):
+            if block in self._leased or (not self.references(block) and block not in self._index):
                 raise InternalError(f"block {block} cannot be acquired: free, or its KV is still to arrive")
         for block in blocks:
-            self._refs[block] += 1
-            self._cached.pop(block, None)
+            if self._holders[block]:
+                self._num_shares += 1
+            elif self._quarantines[block]:
+                self._num_quarantined -= 1
+            elif block in self._pins:
+                self._num_idle_pinned -= 1
+            else:
+                self._cached.remove(block)
+            self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference from each block, given in chain order. Without references it is cached, or free.
+        """Drop one holder from each block, given in chain order. Without any it is cached, or free.
 
-        Works from the last to the first, so that of a chain released together the deepest block is evicted first:
-        a resident block's ancestors are resident too.
+        Works from the last to the first, so that of a chain released together the deepest block is evicted first.
         """
         self._check_held(blocks)
         for block in blocks:
             if block in self._leased:
                 raise InternalError(f"block {block} is leased: a link may write into it")
         for block in reversed(blocks):
-            self._drop_reference(block)
+            self._drop_holder(block)
+            if not self.references(block):
+                self._put_away(block)
 
-    def register(self, block: int, content_hash: bytes) -> int:
-        """Let `lookup` find a held block whose KV is complete. Returns the block that has the hash from now on.
+    def is_writable(self, block: int) -> bool:
+        """Whether nobody but the one holder reads `block`, or can find it: it may be written in place."""
+        return self._holders[block] == 1 and not self._quarantines[block] and block not in self._index
 
-        That is another block if one with this content was registered first; `block` then stays without a hash, and
-        its holder does best to change over.
+    def copy_on_write(self, block: int) -> int:
+        """Exchange the caller's hold on `block` for a writable block with the same contents. Returns that one.
+
+        It is `block` itself if that is writable; so of all that share a block, the last one keeps it. All or nothing:
+        on `NoFreeBlocks`, and if copying fails, the pool is unchanged but for evictions.
         """
         self._check_held((block,))
-        if block in self._leased or self._hash_of.get(block, content_hash) != content_hash:
+        if block in self._leased:
+            raise InternalError(f"block {block} is leased: its KV is still to arrive")
+        if self.is_writable(block):
+            return block
+        if self._copy_block is None:
+            raise InternalError("this pool was built without a way to copy blocks")
+        with ExitStack() as undo:
+            (copy,) = self.allocate(1)
+            undo.callback(self.release, (copy,))
+            self._copy_block(block, copy)
+            undo.pop_all()
+        self.release((block,))
+        self._num_copies += 1
+        return copy
+
+    def register(self, block: int, content_hash: bytes, parent: bytes | None) -> int:
+        """Let `lookup` find a held block whose KV is complete. Returns the block to use for this content from now on.
+
+        That is another block if one with this content was registered first; `block` then stays without a hash, and
+        its holder does best to change over. It stays so too if its parent, by hash, is not resident (any more).
+        `parent` is None for the first block of a chain.
+        """
+        self._check_held((block,))
+        if block in self._leased or self._index.hash_of(block) not in (None, content_hash):
             raise InternalError(f"block {block} cannot be registered: leased, or under another hash already")
-        holder = self._block_of.setdefault(content_hash, block)
-        if holder == block:
-            self._hash_of[block] = content_hash
-        return holder
+        resident = self._index.block_of(content_hash)
+        if resident is not None:
+            return resident
+        self._index.add(block, content_hash, parent)
+        return block
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest resident prefix of the chain `hashes`. Pins nothing: `acquire` before `allocate`."""
-        blocks: list[int] = []
-        for content_hash in hashes:
-            block = self._block_of.get(content_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        """Blocks of the longest resident prefix of the chain `hashes`. Keeps nothing: `acquire` before `allocate`."""
+        return self._index.longest_prefix(hashes)
+
+    def is_registered(self, block: int) -> bool:
+        """Whether `lookup` can find it."""
+        return block in self._index
 
     def lease(self, blocks: Sequence[int]) -> None:
         """Note that a link may write into these freshly allocated blocks."""
         _check_distinct(blocks)
         for block in blocks:
-            if self._refs[block] != 1 or block in self._hash_of or block in self._leased:
+            if not self.is_writable(block) or block in self._leased:
                 raise InternalError(f"block {block} cannot be leased: not held exactly once, shared, or leased already")
         self._leased.update(blocks)
 
@@ -147,77 +216,175 @@ class BlockManager:
         self._leased.difference_update(blocks)
 
     def quarantine(self, blocks: Sequence[int]) -> None:
-        """Pass the caller's reference to each block to the quarantine: the memory is not reused before it is quiet.
+        """Pass the caller's hold on each block to the quarantine: the memory is not reused before it is quiet.
 
         Ends the lease of leased blocks. Blocks with a hash can be found still: reading them is safe.
         """
         self._check_held(blocks)
         for block in blocks:
-            self._quarantine[block] = self._quarantine.get(block, 0) + 1
+            self._drop_holder(block)
+            self._quarantines[block] += 1
+            self._num_quarantined += self._holders[block] == 0 and self._quarantines[block] == 1
         self._leased.difference_update(blocks)
 
     def unquarantine(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of the quarantine from each block, given in chain order, as `release` does."""
+        """Drop one quarantine from each block, given in chain order, as `release` does."""
         _check_distinct(blocks)
         for block in blocks:
-            if block not in self._quarantine:
+            if not self._quarantines[block]:
                 raise InternalError(f"block {block} is not in quarantine")
         for block in reversed(blocks):
-            self._quarantine[block] -= 1
-            if self._quarantine[block] == 0:
-                del self._quarantine[block]
-            self._drop_reference(block)
+            self._quarantines[block] -= 1
+            if not self.references(block):
+                self._num_quarantined -= 1
+                self._put_away(block)
+
+    def pin(self, name: str, hashes: Sequence[bytes], max_blocks: int | None = None) -> int:
+        """Keep the longest resident prefix of a chain from eviction until `unpin(name)`. Returns its number of blocks.
+
+        `hashes` begin with the first block of the chain. A name that is in use changes over to these blocks. Raises
+        `PinLimit` if all names together would pin more than `max_pinned_share` allows, or more than `max_blocks`;
+        then nothing has changed.
+        """
+        blocks = self.lookup(hashes)
+        if [self._index.parent(block) for block in blocks] != [None, *blocks][: len(blocks)]:
+            raise InternalError(f"the hashes of pin {name!r} are no chain from its first block on")
+        added, dropped = self._pins.replace(name, blocks, max_blocks)
+        for block in added:
+            if not self.references(block):
+                self._cached.remove(block)
+                self._num_idle_pinned += 1
+        self._unpinned(dropped)
+        return len(blocks)
+
+    def unpin(self, name: str) -> None:
+        """An unknown name is ignored."""
+        _, dropped = self._pins.replace(name, (), None)
+        self._unpinned(dropped)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all contents, the pinned ones and the names of pins too, with one event.
+
+        False, and nothing has changed, while anybody refers to any block.
+        """
+        stats = self.stats()
+        if stats.free + stats.cached < stats.total:
+            return False
+        self._pins.clear()
+        self._num_idle_pinned = 0
+        self._cached = LruList(self._config.num_blocks)
+        self._free = list(reversed(range(self._config.num_blocks)))
+        self._index.clear()
+        return True
+
+    def take_events(self) -> EventBatch:
+        """What became resident and what was evicted since the last call."""
+        return self._events.take()
+
+    def snapshot(self) -> Snapshot:
+        """All that is resident. O(blocks)."""
+        return self._index.snapshot()
 
     def stats(self) -> BlockStats:
-        free, cached, leased = len(self._free), len(self._cached), len(self._leased)
-        quarantined = sum(self._refs[block] == count for block, count in self._quarantine.items())
-        owned = self._num_blocks - free - cached - leased - quarantined
-        return BlockStats(free, cached, owned, leased, quarantined, self._num_blocks)
+        free, cached, leased = len(self._free), len(self._cached) + self._num_idle_pinned, len(self._leased)
+        quarantined = self._num_quarantined
+        return BlockStats(
+            free=free,
+            cached=cached,
+            owned=self._config.num_blocks - free - cached - leased - quarantined,
+            leased=leased,
+            quarantined=quarantined,
+            total=self._config.num_blocks,
+            pinned=len(self._pins),
+            copies_avoided=self._num_shares,
+            copies=self._num_copies,
+            evictions=self._num_evictions,
+            event_overflows=self._events.num_overflows,
+        )
 
     def check_integrity(self) -> None:
-        """Re-derive every invariant from the tables. O(blocks); for tests and idle moments."""
+        """Re-derive every invariant and every count from the tables. O(blocks); for tests and idle moments."""
+        self._index.check_integrity()
+        self._cached.check_integrity()
+        blocks = range(self._config.num_blocks)
+        assert min(self._holders) >= 0
+        assert min(self._quarantines) >= 0
         free, cached = set(self._free), set(self._cached)
-        held = {block for block in range(self._num_blocks) if self._refs[block] > 0}
+        pinned = {block for block in blocks if block in self._pins}
+        held = {block for block in blocks if self.references(block)}
+        registered = {block for block in blocks if block in self._index}
         assert len(free) == len(self._free), "a block is free twice"
-        assert free.isdisjoint(cached), f"free and cached: {free & cached}"
-        assert free.isdisjoint(held), f"free and held: {free & held}"
-        assert cached.isdisjoint(held), f"cached and held: {cached & held}"
-        assert len(free) + len(cached) + len(held) == self._num_blocks, "a block was lost"
-        assert all(refs >= 0 for refs in self._refs)
-        assert self._block_of == {content_hash: block for block, content_hash in self._hash_of.items()}
-        assert free.isdisjoint(self._hash_of), f"free with a hash: {free & self._hash_of.keys()}"
-        assert cached <= self._hash_of.keys(), f"cached without a hash: {cached - self._hash_of.keys()}"
+        assert len(free) + len(cached) + len(pinned - held) + len(held) == len(blocks), "a block was lost"
+        assert free | cached | pinned | held == set(blocks), "a block is in two states"
+        assert free.isdisjoint(registered), f"free with a hash: {free & registered}"
+        assert cached | pinned <= registered, f"cached or pinned without a hash: {(cached | pinned) - registered}"
+        self._check_eviction_order()
+        self._pins.check_integrity()
+        for chain in self._pins.chains():
+            parents = [self._index.parent(block) for block in chain]
+            assert parents == [None, *chain[:-1]], f"pinned, but no chain from its first block on: {chain}"
         for block in self._leased:
-            assert self._refs[block] == 1, f"leased block {block} has {self._refs[block]} references"
-            assert block not in self._hash_of, f"leased block {block} has a hash"
-            assert block not in self._quarantine, f"block {block} is leased and in quarantine"
-        for block, count in self._quarantine.items():
-            assert 1 <= count <= self._refs[block], f"the quarantine holds {count} of {self._refs[block]} references"
-        owned = {block for block in held - self._leased if self._refs[block] > self._quarantine.get(block, 0)}
-        assert self.stats().owned == len(owned), f"{len(owned)} blocks are owned, {self.stats()}"
+            assert self.is_writable(block), f"leased block {block} is shared, or has a hash"
+        owned = {block for block in blocks if self._holders[block]} - self._leased
+        stats = self.stats()
+        assert stats.owned == len(owned), f"{len(owned)} blocks are owned, {stats}"
+        assert stats.quarantined == len(held - owned - self._leased), f"{stats}"
+        assert stats.cached == len(cached) + len(pinned - held), f"{stats}"
+        assert stats.copies_avoided == sum(max(0, count - 1) for count in self._holders), f"{stats}"
 
     def __repr__(self) -> str:
         return f"BlockManager({self.stats()})"
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
-        return block
-
-    def _drop_reference(self, block: int) -> None:
-        self._refs[block] -= 1
-        if self._refs[block] == 0:
-            if block in self._hash_of:
-                self._cached[block] = None
-            else:
+        evicted = self._cached.pop_oldest()
+        *followers, _ = self._index.remove(evicted)
+        # Those that somebody holds stay with them; the rest has lost what made it worth keeping.
+        for block in followers:
+            if block in self._cached:
+                self._cached.remove(block)
                 self._free.append(block)
+        self._num_evictions += 1
+        return evicted
+
+    def _drop_holder(self, block: int) -> None:
+        self._holders[block] -= 1
+        if self._holders[block]:
+            self._num_shares -= 1
+        elif self._quarantines[block]:
+            self._num_quarantined += 1
+
+    def _put_away(self, block: int) -> None:
+        """Nobody refers to `block` any more."""
+        if block not in self._index:
+            self._free.append(block)
+        elif block in self._pins:
+            self._num_idle_pinned += 1
+        else:
+            parent = self._index.parent(block)
+            if parent is not None and parent in self._cached:
+                # Only blocks that leave a window go after their parents. The deeper of the two is evicted first.
+                self._cached.insert_before(block, parent)
+            else:
+                self._cached.append(block)
+
+    def _unpinned(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):
+            if not self.references(block):
+                self._num_idle_pinned -= 1
+                self._put_away(block)
 
     def _check_held(self, blocks: Collection[int]) -> None:
-        """Held by somebody other than the quarantine."""
         _check_distinct(blocks)
         for block in blocks:
-            if self._refs[block] <= self._quarantine.get(block, 0):
+            if not self._holders[block]:
                 raise InternalError(f"block {block} has no holder")
+
+    def _check_eviction_order(self) -> None:
+        if self._config.sliding_window is None:
+            seen: set[int] = set()
+            for block in self._cached:
+                assert self._index.parent(block) not in seen, f"block {block} would be evicted after its parent"
+                seen.add(block)
 
 
 def _check_distinct(blocks: Collection[int]) -> None:

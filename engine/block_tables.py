@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.adoption import Adoption, MissingBlock
-from engine.block_hash import BlockIdentity, extend_chain, pack_tokens
+from engine.block_hash import BlockIdentity, block_chain, extend_chain, pack_tokens
 from engine.block_manager import BlockManager
 from engine.config import CacheConfig
-from engine.request import Request
+from engine.request import Request, RequestKind
+
+NO_BLOCK = -1
+"""Stands in a block table for a block that left the sliding window: whoever reads it reads too far back."""
 
 
 @dataclass(slots=True)
@@ -22,16 +25,20 @@ class _Quarantine:
 
 
 class BlockTables:
-    """The only writer of `Request.block_table`, `block_hashes` and `num_published_blocks`.
+    """The only writer of `Request.block_table`, `block_hashes`, `num_released_blocks` and `num_published_blocks`.
 
     Invariants, checked by `check_integrity`:
       1. A block has one reference for each table that it is in, and one for each quarantine.
       2. The first `num_published_blocks` of a table hold complete KV, never written again, and (prefix caching on)
-         each is the one that is registered under its hash.
+         each is the one that is registered under its hash. With a sliding window it may have lost its hash: some
+         block before it left the window, and was evicted.
       3. A block is leased exactly while a request waits for its KV.
+      4. Requests that share a block have the same tokens from the first to the last that both have KV for in it. A
+         block that is to be written and holds no KV yet is in one table only; one that holds some is written only
+         once it is in no other (`grow`).
 
-    By 2, whoever holds a published block holds the published blocks before it; released together, deepest first,
-    they leave a cache in which every resident block's ancestors are resident.
+    By 2, whoever holds a published block holds the published blocks before it, as far as the window reaches; released
+    together, deepest first, they leave a cache in which every resident block's ancestors are resident.
     """
 
     def __init__(self, config: CacheConfig, blocks: BlockManager, identity: BlockIdentity) -> None:
@@ -62,35 +69,63 @@ class BlockTables:
         request.num_computed_tokens = len(cached) * self._config.block_size
         if request.num_preemptions == 0:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._leave_window(request)
+        return True
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> bool:
+        """Let `child`, which has no blocks, begin with the parent's blocks of their first `num_tokens` tokens.
+
+        Both have the same tokens there, and the parent has computed them. All blocks are shared, the last one too if
+        it is partial: whoever is to write into it first gets a copy then. False, and nothing has changed, if the
+        parent has given blocks back that the child needs.
+        """
+        released = parent.num_released_blocks
+        if released > self._num_outside_window(num_tokens):
+            return False
+        num_full = num_tokens // self._config.block_size
+        child.block_table = parent.block_table[: self._config.blocks_for(num_tokens)]
+        self._blocks.acquire(child.block_table[released:])
+        child.block_hashes = parent.block_hashes[:num_full]
+        child.num_released_blocks = released
+        child.num_published_blocks = min(parent.num_published_blocks, num_full)
+        child.num_computed_tokens = num_tokens
+        child.num_cached_tokens = min(num_tokens, child.num_prompt_tokens)
         return True
 
     def grow(self, request: Request) -> bool:
-        """Make room for the KV of all known tokens. All or nothing: on False, request and pool are unchanged."""
-        count = self._config.blocks_for(len(request.token_ids)) - len(request.block_table)
-        if count <= 0:
+        """Make room for the KV of all known tokens, in blocks that nobody else reads.
+
+        If the next token goes into a shared block, the request gets a copy of it. All or nothing: on False, request
+        and pool are unchanged.
+        """
+        copies = not self._may_write_next(request)
+        count = max(0, self._config.blocks_for(len(request.token_ids)) - len(request.block_table))
+        if count == 0 and not copies:
             return True
-        if not self._blocks.can_allocate(count):
+        if not self._blocks.can_allocate(count + copies):
             return False
+        if copies:
+            i = request.num_computed_tokens // self._config.block_size
+            request.block_table[i] = self._blocks.copy_on_write(request.block_table[i])
         request.block_table += self._blocks.allocate(count)
         return True
 
+    def room(self, request: Request) -> int:
+        """Tokens that can be computed in the blocks that the request has; 0 if the next one goes into a shared one."""
+        if not self._may_write_next(request):
+            return 0
+        return len(request.block_table) * self._config.block_size - request.num_computed_tokens
+
     def publish(self, request: Request) -> None:
-        """Register the blocks that are full of computed KV, so that other requests find them.
+        """Register the blocks that are full of computed KV, so that other requests find them, and give back those
+        that left the sliding window.
 
         Where another block has the same content already, the request changes over to that one: it may be shared,
-        ours becomes free. Nobody but the request can know of ours.
+        ours becomes free.
         """
-        if not self._config.enable_prefix_caching:
-            return
-        self._hash_full_blocks(request)
-        for i in range(request.num_published_blocks, request.num_computed_tokens // self._config.block_size):
-            own = request.block_table[i]
-            first = self._blocks.register(own, request.block_hashes[i])
-            if first != own:
-                self._blocks.acquire([first])
-                self._blocks.release([own])
-                request.block_table[i] = first
-            request.num_published_blocks = i + 1
+        if self._config.enable_prefix_caching:
+            self._register_full_blocks(request)
+        self._leave_window(request)
 
     def open_transfer(self, request: Request, adoption: Adoption) -> tuple[MissingBlock, ...]:
         """Lease every block of the reservation that is not resident, and say what belongs into each.
@@ -119,12 +154,14 @@ class BlockTables:
         adoption = request.adoption
         if adoption is not None and not adoption.given_up:
             self.close_transfer(request, adoption.missing)
-        table, request.block_table = request.block_table, []
+        table = request.block_table[request.num_released_blocks :]
+        num_published = request.num_published_blocks - request.num_released_blocks
         busy = set(busy_slots).intersection(table)
-        prefix = max((i + 1 for i in range(request.num_published_blocks) if table[i] in busy), default=0)
+        prefix = max((i + 1 for i in range(num_published) if table[i] in busy), default=0)
         kept = [block for i, block in enumerate(table) if i < prefix or block in busy]
         self._blocks.release([block for i, block in enumerate(table) if i >= prefix and block not in busy])
-        request.num_published_blocks = 0
+        request.block_table = []
+        request.num_released_blocks = request.num_published_blocks = 0
         if kept:
             self._blocks.quarantine(kept)
             self._quarantines.append(_Quarantine(kept, busy))
@@ -144,25 +181,105 @@ class BlockTables:
                 self._blocks.unquarantine(quarantine.blocks)
         self._quarantines = [quarantine for quarantine in self._quarantines if quarantine.busy]
 
-    def check_integrity(self, requests: Iterable[Request]) -> None:
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that no request can have."""
+        return self._blocks.stats().pinned
+
+    def pin(self, name: str, scope: bytes, token_ids: Sequence[int], max_blocks: int) -> int:
+        """Keep what is resident of a prefix from eviction, in whole blocks. Returns how many tokens those hold.
+
+        Raises `PinLimit` if more than `max_blocks`, or than may be, would be pinned; then nothing has changed.
+        """
+        size = self._config.block_size
+        full = token_ids[: len(token_ids) // size * size]
+        hashes = block_chain(self._identity.root(scope), pack_tokens(full), size)
+        return self._blocks.pin(name, hashes, max_blocks) * size
+
+    def check_integrity(self, requests: Collection[Request]) -> None:
         """`requests`: all that hold blocks."""
         self._blocks.check_integrity()
         holders: Counter[int] = Counter()
         leased = 0
         for request in requests:
-            assert len(set(request.block_table)) == len(request.block_table), f"{request.request_id} has a block twice"
-            holders.update(request.block_table)
+            blocks = self._check_table(request)
+            holders.update(blocks)
             if request.adoption is not None and not request.adoption.given_up:
                 leased += len(request.adoption.missing)
-            if self._config.enable_prefix_caching:
-                published = request.num_published_blocks
-                assert self._blocks.lookup(request.block_hashes[:published]) == request.block_table[:published]
+        self._check_shared_blocks(requests)
         for quarantine in self._quarantines:
             assert quarantine.busy, "a quarantine without a busy block"
             holders.update(quarantine.blocks)
         for block in range(self._config.num_blocks):
             assert self._blocks.references(block) == holders[block], f"block {block} has {holders[block]} holders"
         assert self._blocks.stats().leased == leased
+
+    def _check_table(self, request: Request) -> list[int]:
+        """Returns its blocks."""
+        released, published = request.num_released_blocks, request.num_published_blocks
+        blocks = request.block_table[released:]
+        assert request.block_table[:released] == [NO_BLOCK] * released, f"{request.request_id} lacks a block"
+        assert NO_BLOCK not in blocks, f"{request.request_id} lacks a block"
+        assert len(set(blocks)) == len(blocks), f"{request.request_id} has a block twice"
+        if self._config.sliding_window is None:
+            assert released == 0
+            if self._config.enable_prefix_caching:
+                assert self._blocks.lookup(request.block_hashes[:published]) == request.block_table[:published]
+        for i in range(released, published):
+            block = request.block_table[i]
+            found = self._blocks.lookup([request.block_hashes[i]])
+            assert found == [block] or not self._blocks.is_registered(block), f"block {block} has another's hash"
+        num_begun = self._config.blocks_for(request.num_computed_tokens)
+        for block in request.block_table[num_begun:]:
+            assert self._blocks.references(block) == 1, f"empty block {block} is shared"
+        return blocks
+
+    def _check_shared_blocks(self, requests: Iterable[Request]) -> None:
+        """Invariant 4. A hash says of a published block what the tokens say of the others."""
+        size = self._config.block_size
+        seen: dict[int, tuple[int, list[int]]] = {}
+        for request in requests:
+            for i in range(request.num_released_blocks, self._config.blocks_for(request.num_computed_tokens)):
+                block = request.block_table[i]
+                if self._blocks.references(block) == 1 or self._blocks.is_registered(block):
+                    continue
+                tokens = request.token_ids[: min(request.num_computed_tokens, (i + 1) * size)]
+                ordinal, others = seen.setdefault(block, (i, tokens))
+                common = min(len(tokens), len(others))
+                assert (ordinal, others[:common]) == (i, tokens[:common]), f"block {block} is shared by mistake"
+
+    def _register_full_blocks(self, request: Request) -> None:
+        self._hash_full_blocks(request)
+        for i in range(request.num_published_blocks, request.num_computed_tokens // self._config.block_size):
+            own = request.block_table[i]
+            first = self._blocks.register(own, request.block_hashes[i], request.block_hashes[i - 1] if i else None)
+            if first != own:
+                self._blocks.acquire([first])
+                self._blocks.release([own])
+                request.block_table[i] = first
+            request.num_published_blocks = i + 1
+
+    def _may_write_next(self, request: Request) -> bool:
+        """Whether the next token's KV goes into a block that nobody else reads, or into one yet to be allocated."""
+        i = request.num_computed_tokens // self._config.block_size
+        return i >= len(request.block_table) or self._blocks.is_writable(request.block_table[i])
+
+    def _num_outside_window(self, num_tokens: int) -> int:
+        """Leading blocks that no token from position `num_tokens` on looks back on."""
+        window = self._config.sliding_window
+        if window is None:
+            return 0
+        return max(0, num_tokens + 1 - window) // self._config.block_size
+
+    def _leave_window(self, request: Request) -> None:
+        """Give back what no later token of the request looks at; with prefix caching others may still find it."""
+        if request.kind is RequestKind.PREFILL and not request.transfer_over:
+            return  # a link is still to read them
+        begin, end = request.num_released_blocks, self._num_outside_window(request.num_computed_tokens)
+        if end > begin:
+            self._blocks.release(request.block_table[begin:end])
+            request.block_table[begin:end] = [NO_BLOCK] * (end - begin)
+            request.num_released_blocks = end
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Never the block of the last token: its logits are wanted, and a block that others share is not written."""

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from engine.adoption import MissingBlock, Reservation
 from engine.batch import GrantedBlocks, ScheduledBatch
+from engine.block_copy import copy_block
+from engine.block_events import EventBatch, Snapshot
 from engine.block_hash import BlockIdentity
 from engine.block_manager import BlockManager, BlockStats
 from engine.config import CacheConfig, SchedulerConfig
@@ -24,6 +27,7 @@ from engine.errors import EngineError, InternalError, RequestError
 from engine.kv_cache import KvCache
 from engine.model.llama import Model
 from engine.model_runner import ModelRunner, check_model_fits_pool
+from engine.parallel_sampling import common_prefix
 from engine.request import FinishReason, Request, RequestKind, RequestStatus
 from engine.sampler import SampledToken, SampleRow, sample
 from engine.scheduler import Scheduler
@@ -90,11 +94,13 @@ class Engine:
         max_model_len: int,
         *,
         clock: Callable[[], float] = time.monotonic,
+        incarnation: str = "",
     ) -> None:
+        """`incarnation` of the worker: goes with the events of its blocks."""
         check_model_fits_pool(model, kv, cache_config)
         self._config = model.config
         self._runner = ModelRunner(model, kv)
-        self._blocks = BlockManager(cache_config)
+        self._blocks = BlockManager(cache_config, copy_block=partial(copy_block, kv), incarnation=incarnation)
         self._scheduler = Scheduler(scheduler_config, cache_config, self._blocks, identity, max_model_len)
         self._clock = clock
         self._rates = StepRates()
@@ -112,14 +118,18 @@ class Engine:
         if not batch.sequences:
             return StepOutput()
         began = self._clock()
+        draws = _draws(batch)
         try:
             logits = self._runner.forward(batch)  # [sequences that sample, vocab] float32
-            tokens = sample(logits, self._sample_rows(batch))
+            if len(draws) > len(logits):
+                logits = logits[[row for row, _ in draws]]
+            tokens = sample(logits, [self._sample_row(request) for _, request in draws])
         except Exception as error:  # noqa: BLE001
             # edge: a model may raise anything, and it must cost its own batch only
             _log.exception("a step with %d requests failed", len(batch.sequences))
             return self._fail([sequence.request for sequence in batch.sequences], error)
-        updates = self._apply(batch, tokens, began)
+        drawn = {request.request_id: token for (_, request), token in zip(draws, tokens, strict=True)}
+        updates = self._apply(batch, drawn, began)
         self._rates.record(batch, self._clock() - began)
         return StepOutput(updates)
 
@@ -132,6 +142,30 @@ class Engine:
         if request.kind is RequestKind.DECODE:
             raise InternalError(f"request {request.request_id} needs a reservation: call reserve")
         self._scheduler.add(request)
+
+    def fork(self, parent_id: str, children: Sequence[Request]) -> None:
+        """Accept LOCAL or PREFILL requests that begin as another one does, to run from its KV.
+
+        A child with just the parent's tokens draws along at the parent's next draw, from the same logits: so n
+        samples of a prompt (`parallel_sampling.further_samples`) cost one prefill. A child with other tokens shares
+        at once what the parent has computed of those that both begin with. They share blocks, the last, partial one
+        too, until one of them is to write into it. A child whose parent is gone, or comes to an end without a draw,
+        computes its tokens itself. Raises as `submit` does; then none was accepted.
+        """
+        for child in children:
+            self._check_tokens(child.token_ids)
+            if child.kind is RequestKind.DECODE:
+                raise InternalError(f"request {child.request_id} needs a reservation: call reserve")
+        self._scheduler.add_all(children)
+        parent = self._find(parent_id)
+        if parent is None:
+            return
+        for child in children:
+            if child.token_ids == parent.token_ids:
+                parent.samples.append(child)
+                child.sample_of = parent
+            else:
+                self._branch(parent, child)
 
     def reserve(self, request: Request, granted: Callable[[Reservation], None]) -> None:
         """Accept a DECODE request: it gets blocks for all its tokens and one to grow into, in its turn.
@@ -204,6 +238,31 @@ class Engine:
         """End every request that is not HELD with `InternalError`, after a fault that no one batch is to blame for."""
         return self._fail([r for r in self._scheduler.live if r.status is not RequestStatus.HELD], error)
 
+    def pin(self, name: str, scope: bytes, token_ids: Sequence[int]) -> int:
+        """Keep what is resident of a prefix from eviction until `unpin(name)`. Returns how many tokens that is.
+
+        Fewer than the whole blocks of `token_ids`: compute a request that begins with them, and pin again. Raises
+        `PinLimit` if that would leave too little for requests; then nothing has changed.
+        """
+        self._check_tokens(token_ids)
+        return self._scheduler.pin(name, scope, token_ids)
+
+    def unpin(self, name: str) -> None:
+        """An unknown name is ignored."""
+        self._blocks.unpin(name)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV, pinned or not. False, and nothing has changed, while any block is in use."""
+        return self._blocks.reset_prefix_cache()
+
+    def take_block_events(self) -> EventBatch:
+        """What became resident and what was evicted since the last call."""
+        return self._blocks.take_events()
+
+    def block_snapshot(self) -> Snapshot:
+        """All contents that are resident, to start or restart from with the events that follow."""
+        return self._blocks.snapshot()
+
     def has_work(self) -> bool:
         """Whether steps can get a request ahead without any other call. False: wait for a call, do not step."""
         return self._scheduler.has_work()
@@ -237,20 +296,39 @@ class Engine:
             cached, waited = request.num_computed_tokens, self._clock() - since
             granted(Reservation(request.request_id, cached, grant.missing, waited))
 
-    def _sample_rows(self, batch: ScheduledBatch) -> list[SampleRow]:
-        requests = [sequence.request for sequence in batch.sequences if sequence.samples]
-        return [SampleRow(r.params, len(r.token_ids), r.banned_token_ids(self._config.eos_token_ids)) for r in requests]
+    def _sample_row(self, request: Request) -> SampleRow:
+        banned = request.banned_token_ids(self._config.eos_token_ids)
+        return SampleRow(request.params, len(request.token_ids), banned)
 
-    def _apply(self, batch: ScheduledBatch, tokens: Sequence[SampledToken], began: float) -> tuple[RequestUpdate, ...]:
-        drawn = iter(tokens)
+    def _apply(
+        self, batch: ScheduledBatch, drawn: Mapping[str, SampledToken], began: float
+    ) -> tuple[RequestUpdate, ...]:
         updates: list[RequestUpdate] = []
         for sequence in batch.sequences:
-            request = sequence.request
-            if request.first_scheduled is None:
-                request.first_scheduled = began
             self._scheduler.computed(sequence)
-            updates.append(self._advance(request, next(drawn) if sequence.samples else None))
+            drawing = [sequence.request, *self._part(sequence.request)] if sequence.samples else [sequence.request]
+            for request in drawing:
+                if request.first_scheduled is None:
+                    request.first_scheduled = began
+                updates.append(self._advance(request, drawn.get(request.request_id)))
         return tuple(updates)
+
+    def _part(self, parent: Request) -> list[Request]:
+        """Give the parent's samples its KV before its own draw may end it. Returns those that drew along."""
+        along = parent.drawing_along
+        waiting = [child for child in parent.samples if child.status is RequestStatus.WAITING]
+        parent.samples = []
+        for child in waiting:
+            if child in along:
+                self._scheduler.fork(parent, child, parent.num_computed_tokens)
+            else:
+                self._branch(parent, child)
+        return along
+
+    def _branch(self, parent: Request, child: Request) -> None:
+        """Let `child` run from what `parent` has computed of their common tokens; one is left to draw from."""
+        limit = min(parent.num_computed_tokens, len(child.token_ids) - 1)
+        self._scheduler.fork(parent, child, common_prefix(parent.token_ids, child.token_ids, limit))
 
     def _advance(self, request: Request, token: SampledToken | None) -> RequestUpdate:
         index, num_computed = request.num_output_tokens, request.num_computed_tokens
@@ -287,3 +365,9 @@ class Engine:
         if request is None:
             self._num_unknown_ids += 1
         return request
+
+
+def _draws(batch: ScheduledBatch) -> list[tuple[int, Request]]:
+    """For each token to be drawn the row of the logits and whose it is."""
+    sampling = [sequence.request for sequence in batch.sequences if sequence.samples]
+    return [(row, drawing) for row, request in enumerate(sampling) for drawing in (request, *request.drawing_along)]

@@ -6,7 +6,8 @@ EngineError
 ├── RequestError            what a client asked for can never be served: names the field and the limit
 ├── CapacityError           not now: the caller may try again later or elsewhere
 │   ├── NoFreeBlocks        the pool cannot hold this at the moment
-│   └── QueueFull           a bounded queue is full
+│   ├── QueueFull           a bounded queue is full
+│   └── PinLimit            pinned prefixes may not keep more of the pool
 ├── TransferError           KV did not arrive as agreed; the request recomputes
 │   ├── ProtocolError       bytes that are no frame of ours, or not now
 │   ├── HandshakeRefused    the two ends cannot exchange blocks: says why
@@ -64,6 +65,10 @@ class NoFreeBlocks(CapacityError):
 
 
 class QueueFull(CapacityError):
+    pass
+
+
+class PinLimit(CapacityError):
     pass
 
 

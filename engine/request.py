@@ -41,6 +41,9 @@ _LEGAL_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 }
 
 
+_WILL_DRAW = (RequestStatus.WAITING, RequestStatus.AWAITING_KV, RequestStatus.RUNNING)
+
+
 class FinishReason(Enum):
     STOP = "stop"
     """An end-of-sequence token or a stop token. (Stop strings are seen where text is made.)"""
@@ -77,9 +80,13 @@ class Request:
     queue_number: int = field(default=0, init=False)
     """Order of acceptance; the smallest is the oldest. Preemption does not change it."""
     block_table: list[int] = field(default_factory=list, init=False)
-    """Blocks that hold the KV of tokens 0, 1, ... in order; the last may be empty still (room to grow)."""
+    """Blocks that hold the KV of tokens 0, 1, ... in order; the last may be empty still (room to grow).
+
+    The first `num_released_blocks` stand for blocks that left the sliding window and were given back.
+    """
     block_hashes: list[bytes] = field(default_factory=list, init=False)
     """Content hashes of the full blocks of `token_ids`, as far as they were needed."""
+    num_released_blocks: int = field(default=0, init=False)
     num_published_blocks: int = field(default=0, init=False)
     """Leading blocks of `block_table` that other requests can find by hash."""
     num_computed_tokens: int = field(default=0, init=False)
@@ -94,6 +101,10 @@ class Request:
     """DECODE, until it runs: which KV and what else it waits for."""
     transfer_over: bool = field(default=False, init=False)
     """PREFILL: no link reads its blocks (any more), so they need not be held."""
+    samples: list[Request] = field(default_factory=list, init=False, repr=False)
+    """Requests with the same tokens, which draw along at this one's next draw and go their own way from there."""
+    sample_of: Request | None = field(default=None, init=False, repr=False)
+    """The request in whose `samples` this one is."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -112,6 +123,16 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def draws_along(self) -> bool:
+        """Whether it waits for another request's next draw, and needs neither blocks nor a turn until then."""
+        return self.sample_of is not None and self.sample_of.status in _WILL_DRAW
+
+    @property
+    def drawing_along(self) -> list[Request]:
+        """Those of `samples` that have its tokens still."""
+        return [r for r in self.samples if r.status is RequestStatus.WAITING and r.token_ids == self.token_ids]
 
     @property
     def max_kv_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -12,7 +12,7 @@ from engine.block_hash import BlockIdentity
 from engine.block_manager import BlockManager
 from engine.block_tables import BlockTables
 from engine.config import CacheConfig, SchedulerConfig
-from engine.errors import QueueFull, RequestError
+from engine.errors import EngineError, QueueFull, RequestError
 from engine.request import Request, RequestKind, RequestStatus
 
 _QUEUED = (RequestStatus.WAITING, RequestStatus.RUNNING)
@@ -86,13 +86,25 @@ class Scheduler:
         self._waiting[request.request_id] = request
         self._blocked = False
 
+    def add_all(self, requests: Iterable[Request]) -> None:
+        """As `add` each; if one is refused, none was accepted."""
+        accepted: list[Request] = []
+        try:
+            for request in requests:
+                self.add(request)
+                accepted.append(request)
+        except EngineError:
+            for request in accepted:
+                self.finish(request)
+            raise
+
     def schedule(self) -> ScheduledBatch:
         """Choose what the next step computes: decode first, then prompts, then whoever can be admitted.
 
         Changes queues and block tables accordingly. The chosen tokens count as computed once `computed` says so.
         """
         may_admit = self._make_room()
-        batch = _Batch(self._config.max_num_batched_tokens, self._cache_config.block_size)
+        batch = _Batch(self._config.max_num_batched_tokens, self._tables)
         running = _by_age(self._running)
         for request in running:
             if request.num_uncomputed_tokens == 1:
@@ -104,6 +116,28 @@ class Scheduler:
             batch.take(admitted)
         self._blocked = not batch.sequences
         return ScheduledBatch(tuple(batch.sequences), tuple(batch.granted))
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
+        """Let `child`, which is waiting, run at once from the KV that `parent` has of their first `num_tokens` tokens.
+
+        If there is no seat for it, or no such KV any more, it computes them itself in its turn.
+        """
+        child.sample_of = None
+        self._blocked = False
+        if len(self._running) + len(self._awaiting_kv) >= self._config.max_num_seqs:
+            return
+        runs = parent.status is RequestStatus.RUNNING and num_tokens > 0
+        if runs and self._tables.fork(parent, child, num_tokens):
+            del self._waiting[child.request_id]
+            self._run(child)
+
+    def pin(self, name: str, scope: bytes, token_ids: Sequence[int]) -> int:
+        """Keep what is resident of a prefix from eviction. Returns how many tokens that is.
+
+        Raises `PinLimit` if that is more than may be pinned, or leaves too little for a request that was accepted.
+        """
+        needed = max((self._blocks_needed(request) for request in self._live.values()), default=0)
+        return self._tables.pin(name, scope, token_ids, max_blocks=self._cache_config.num_blocks - needed)
 
     def computed(self, sequence: ScheduledSequence) -> None:
         """The KV of a scheduled sequence's tokens is in its blocks."""
@@ -174,7 +208,7 @@ class Scheduler:
         return not self._blocked and bool(self._running or self._waiting)
 
     def stats(self) -> QueueStats:
-        computing = [r for r in self._live.values() if r.status in _QUEUED and not _kv_will_come(r)]
+        computing = [r for r in self._live.values() if r.status in _QUEUED and not (_kv_will_come(r) or r.draws_along)]
         tokens = (request.num_uncomputed_tokens for request in computing)
         num_held = len(self._live) - len(self._running) - len(self._waiting) - len(self._awaiting_kv)
         return QueueStats(
@@ -237,7 +271,7 @@ class Scheduler:
 
     def _admit_next(self, batch: _Batch) -> Request | None:
         """Give the first in the queue its blocks, or return None: nobody overtakes it."""
-        request = next(iter(self._waiting.values()), None)
+        request = next((request for request in self._waiting.values() if not request.draws_along), None)
         if request is None or len(self._running) + len(self._awaiting_kv) >= self._config.max_num_seqs:
             return None
         adoption = request.adoption
@@ -293,30 +327,34 @@ class Scheduler:
             )
         if request.num_output_tokens >= max_tokens:
             raise RequestError("max_tokens", f"{max_tokens}, but {request.num_output_tokens} were drawn already")
-        needed = self._cache_config.blocks_for(request.max_kv_tokens)
-        if needed > self._cache_config.num_blocks:
+        needed, num_pinned = self._blocks_needed(request), self._tables.num_pinned
+        if needed > self._cache_config.num_blocks - num_pinned:
             raise RequestError(
                 "max_tokens",
                 f"{num_prompt} prompt tokens and max_tokens {max_tokens} may need {needed} blocks of "
-                f"{self._cache_config.block_size} tokens; the pool has {self._cache_config.num_blocks}",
+                f"{self._cache_config.block_size} tokens; the pool has {self._cache_config.num_blocks}"
+                + (f", of which {num_pinned} are pinned" if num_pinned else ""),
             )
+
+    def _blocks_needed(self, request: Request) -> int:
+        """At worst."""
+        return self._cache_config.blocks_for(request.max_kv_tokens)
 
 
 class _Batch:
     """A step's decision while it is being made."""
 
-    def __init__(self, budget: int, block_size: int) -> None:
+    def __init__(self, budget: int, tables: BlockTables) -> None:
         self.budget = budget
         self.sequences: list[ScheduledSequence] = []
         self.granted: list[GrantedBlocks] = []
-        self._block_size = block_size
+        self._tables = tables
 
     def take(self, request: Request) -> None:
         """As many of the request's uncomputed tokens as budget and blocks allow; none unless it is running."""
         if request.status is not RequestStatus.RUNNING:
             return
-        room = len(request.block_table) * self._block_size - request.num_computed_tokens
-        count = min(request.num_uncomputed_tokens, self.budget, room)
+        count = min(request.num_uncomputed_tokens, self.budget, self._tables.room(request))
         if count > 0:
             self.budget -= count
             self.sequences.append(ScheduledSequence(request, count, count == request.num_uncomputed_tokens))

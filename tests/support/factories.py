@@ -115,6 +115,11 @@ class EngineHarness:
         self.engine.submit(request)
         return self._note(request)
 
+    def fork(self, parent: Request, children: Sequence[Request]) -> None:
+        self.engine.fork(parent.request_id, children)
+        for child in children:
+            self._note(child)
+
     def reserve(self, request: Request) -> Request:
         self.engine.reserve(request, lambda grant: self.grants.update({grant.request_id: grant}))
         self._reserved[request.request_id] = list(request.token_ids)
@@ -177,6 +182,7 @@ class HarnessFactory:
         self,
         *,
         num_blocks: int = 64,
+        block_size: int = BLOCK_SIZE,
         max_num_batched_tokens: int = 16,
         max_num_seqs: int = 8,
         max_waiting: int = 64,
@@ -187,6 +193,7 @@ class HarnessFactory:
     ) -> EngineHarness:
         harness = EngineHarness(
             num_blocks=num_blocks,
+            block_size=block_size,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_waiting=max_waiting,

@@ -1,0 +1,61 @@
+"""The front page's commands, code and links are checked against what is there, so that it cannot lie."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+from fake_router import running_fake_router
+
+from cluster.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    return [body for name, body in FENCE.findall(README) if name == language]
+
+
+def shell_commands() -> list[str]:
+    lines = [line for body in blocks("sh") for line in body.splitlines()]
+    return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
+
+
+def test_the_page_shows_commands_and_code() -> None:
+    assert any(command.startswith("make demo") for command in shell_commands())
+    assert blocks("python")
+
+
+@pytest.mark.parametrize("command", [c for c in shell_commands() if c.startswith("make ")])
+def test_every_make_command_is_a_target(command: str) -> None:
+    target = command.split()[1]
+
+    assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [c for c in shell_commands() if c.startswith("kvrelay ")])
+def test_every_kvrelay_command_parses(command: str) -> None:
+    _, name, *arguments = shlex.split(command)
+    subcommand = main.get_command(click.Context(main), name)
+
+    assert subcommand is not None
+    context = subcommand.make_context(name, list(arguments))
+    assert context.command is subcommand
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))
+def test_every_link_leads_to_a_file(link: str) -> None:
+    assert link.startswith("https://") or (ROOT / link).exists()
+
+
+def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_fake_router() as router:
+        for code in blocks("python"):
+            exec(compile(code.replace("127.0.0.1:8600", router.address), "README.md", "exec"), {})
+
+    assert "Grüße" in capsys.readouterr().out

@@ -29,8 +29,9 @@ def run(*flags: str) -> tuple[int, str]:
 
 def test_flags_reach_the_settings_that_they_name(started: list[WorkerConfig]) -> None:
     flags = "--worker-id w7 --host 127.0.0.2 --port 81 --dtype float32 --block-size 8 --num-blocks-override 9"
-    more = "--kv-memory-bytes 1KiB --no-enable-prefix-caching --max-model-len 99 --max-num-batched-tokens 77 --max-num-seqs 5 --threads 2"
-    code, _ = run(*flags.split(), *more.split())
+    cache = "--kv-memory-bytes 1KiB --no-enable-prefix-caching --max-model-len 99"
+    batch = "--max-num-batched-tokens 77 --max-num-seqs 5 --threads 2"
+    code, _ = run(*flags.split(), *cache.split(), *batch.split())
 
     assert code == 0
     (config,) = started

@@ -1,0 +1,79 @@
+"""Key under which a router looks a prefix up: which worker probably has its KV? A prediction, never an identity.
+
+The key is 128 bits of xxh3 over scope and *whole* prefix. It costs a tenth of a chained SHA-256, and the key of any one
+boundary is one call, so a binary search over a prompt's boundaries hashes only those that it probes. In return whoever
+knows the seed can make two prefixes collide. So a match decides where a request goes and nothing else: KV is reused by
+the identity of `engine.block_hash` alone, and a wrong guess costs a recompute. The seed belongs to a cluster and is not
+shown to clients. Knows no workers and no pools.
+
+The rule, complete enough to write a second implementation from (`tests/data/routing_key.json` holds vectors):
+
+    key of a prefix = XXH3-128(len(scope) (u32 LE) || scope || token ids (u32 LE each), seed = the cluster's u64),
+                      in xxHash's canonical form (16 bytes, big-endian)
+
+taken at every block boundary: of the first block_size, 2 x block_size, ... tokens. Tokens after the last full block
+have no key.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+from engine.block_hash import TOKEN_BYTES
+from engine.errors import InternalError
+
+KEY_BYTES = 16
+MAX_SEED = 2**64 - 1
+
+
+class RoutingKeys:
+    """The keys of one prompt at its block boundaries, worked out when they are asked for."""
+
+    def __init__(self, seed: int, scope: bytes, token_ids: bytes, block_size: int) -> None:
+        """`token_ids` as `engine.block_hash.pack_tokens` makes them; `seed` is in [0, 2^64)."""
+        self._seed = _checked(seed)
+        self._scope = scope
+        self._step = block_size * TOKEN_BYTES
+        self._num_blocks = len(token_ids) // self._step
+        preamble = _preamble(scope)
+        self._start = len(preamble)
+        self._bytes = memoryview(preamble + token_ids)
+
+    def __len__(self) -> int:
+        """Full blocks, each of which ends at a boundary with a key."""
+        return self._num_blocks
+
+    def key(self, num_blocks: int) -> bytes:
+        """Of the first `num_blocks` blocks, 1 to `len(self)`. One pass over the prefix, at memory speed."""
+        if not 1 <= num_blocks <= self._num_blocks:
+            raise InternalError(f"a prefix of {num_blocks} blocks has no key: the prompt has {self._num_blocks}")
+        return xxhash.xxh3_128_digest(self._bytes[: self._start + num_blocks * self._step], self._seed)
+
+    def all(self) -> list[bytes]:
+        """Of every boundary, in order. One pass over the prompt."""
+        running = RunningRoutingKey(self._seed, self._scope)
+        end = self._start + self._num_blocks * self._step
+        return [running.extend(self._bytes[i : i + self._step]) for i in range(self._start, end, self._step)]
+
+
+class RunningRoutingKey:
+    """The key of a sequence that grows, such as a request that generates: block after block, no token read twice."""
+
+    def __init__(self, seed: int, scope: bytes) -> None:
+        """`seed` is in [0, 2^64)."""
+        self._state = xxhash.xxh3_128(_preamble(scope), _checked(seed))
+
+    def extend(self, token_ids: bytes | memoryview) -> bytes:
+        """Key of the prefix that ends with these tokens: one full block, packed, or several."""
+        self._state.update(token_ids)
+        return self._state.digest()
+
+
+def _preamble(scope: bytes) -> bytes:
+    return len(scope).to_bytes(4, "little") + scope
+
+
+def _checked(seed: int) -> int:
+    if not 0 <= seed <= MAX_SEED:
+        raise InternalError(f"the seed of routing keys must be in [0, 2^64), got {seed}")
+    return seed

@@ -39,6 +39,7 @@ proto: venv
 
 bench: venv
 	$(PY) -m bench.parity
+	$(PY) -m bench.startup
 
 gpu-check: venv
 	$(PY) -m bench.gpu_check

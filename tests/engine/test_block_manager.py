@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from block_chains import chain, register
 
 from engine.block_manager import BlockManager, BlockStats
 from engine.config import CacheConfig
@@ -11,25 +12,16 @@ from engine.errors import InternalError, NoFreeBlocks
 NUM_BLOCKS = 8
 
 
-def chain(name: str, length: int) -> list[bytes]:
-    return [f"{name}{i}".encode() for i in range(length)]
-
-
-def register(pool: BlockManager, blocks: list[int], hashes: list[bytes]) -> None:
-    for block, content_hash, parent in zip(blocks, hashes, [None, *hashes], strict=False):
-        assert pool.register(block, content_hash, parent) == block
-
-
-def cached_chain(pool: BlockManager, name: str, length: int) -> list[int]:
-    blocks = pool.allocate(length)
-    register(pool, blocks, chain(name, length))
-    pool.release(blocks)
-    return blocks
+@pytest.fixture
+def copies() -> list[tuple[int, int]]:
+    """(source, target) of each copy that a test's pool makes."""
+    return []
 
 
 @pytest.fixture
-def pool() -> Iterator[BlockManager]:
-    pool = BlockManager(CacheConfig(num_blocks=NUM_BLOCKS, block_size=4))
+def pool(copies: list[tuple[int, int]]) -> Iterator[BlockManager]:
+    config = CacheConfig(num_blocks=NUM_BLOCKS, block_size=4)
+    pool = BlockManager(config, copy_block=lambda source, target: copies.append((source, target)))
     yield pool
     pool.check_integrity()
     assert sum([getattr(pool.stats(), n) for n in ("free", "cached", "owned", "leased", "quarantined")]) == NUM_BLOCKS
@@ -224,3 +216,110 @@ def test_can_allocate_does_not_count_what_is_kept(pool: BlockManager) -> None:
     assert pool.can_allocate(8)
     assert pool.can_allocate(5, keeping=blocks)
     assert not pool.can_allocate(6, keeping=blocks)
+
+
+def test_a_block_of_one_holder_is_written_in_place(pool: BlockManager, copies: list[tuple[int, int]]) -> None:
+    (block,) = pool.allocate(1)
+    assert pool.is_writable(block)
+    assert pool.copy_on_write(block) == block
+    assert copies == []
+
+
+def test_each_writer_but_the_last_gets_a_copy(pool: BlockManager, copies: list[tuple[int, int]]) -> None:
+    (block,) = pool.allocate(1)
+    pool.acquire([block])
+    pool.acquire([block])
+    assert pool.stats().copies_avoided == 2
+    written = [pool.copy_on_write(block) for _ in range(3)]
+    assert written[2] == block
+    assert copies == [(block, written[0]), (block, written[1])]
+    assert len(set(written)) == 3
+    assert (pool.stats().owned, pool.stats().copies, pool.stats().copies_avoided) == (3, 2, 0)
+
+
+def test_a_block_that_others_can_find_is_copied_and_stays(pool: BlockManager) -> None:
+    (block,) = pool.allocate(1)
+    register(pool, [block], [b"a"])
+    copy = pool.copy_on_write(block)
+    assert copy != block
+    assert pool.lookup([b"a"]) == [block]
+    assert (pool.stats().owned, pool.stats().cached) == (1, 1)
+
+
+def test_a_block_that_a_link_still_reads_is_copied(pool: BlockManager) -> None:
+    (block,) = pool.allocate(1)
+    pool.acquire([block])
+    pool.quarantine([block])
+    assert pool.copy_on_write(block) != block
+    assert pool.stats().quarantined == 1
+    pool.unquarantine([block])
+
+
+def test_without_room_for_a_copy_nothing_changes(pool: BlockManager) -> None:
+    blocks = pool.allocate(NUM_BLOCKS)
+    pool.acquire(blocks[:1])
+    before = pool.stats()
+    with pytest.raises(NoFreeBlocks):
+        pool.copy_on_write(blocks[0])
+    assert pool.stats() == before
+
+
+def test_a_copy_that_fails_costs_no_block() -> None:
+    def fail(source: int, target: int) -> None:
+        raise OSError(f"cannot copy {source} to {target}")
+
+    pool = BlockManager(CacheConfig(num_blocks=4), copy_block=fail)
+    blocks = pool.allocate(1)
+    pool.acquire(blocks)
+    with pytest.raises(OSError, match="cannot copy"):
+        pool.copy_on_write(blocks[0])
+    assert (pool.stats().free, pool.references(blocks[0])) == (3, 2)
+    pool.check_integrity()
+
+
+def test_a_pool_that_cannot_copy_says_so() -> None:
+    pool = BlockManager(CacheConfig(num_blocks=4))
+    blocks = pool.allocate(1)
+    pool.acquire(blocks)
+    with pytest.raises(InternalError, match="without a way to copy"):
+        pool.copy_on_write(blocks[0])
+    assert pool.stats().owned == 1
+
+
+def test_a_block_whose_kv_is_still_to_arrive_is_not_written(pool: BlockManager) -> None:
+    blocks = pool.allocate(1)
+    pool.lease(blocks)
+    with pytest.raises(InternalError, match="still to arrive"):
+        pool.copy_on_write(blocks[0])
+
+
+def test_a_block_without_its_parent_is_not_registered(pool: BlockManager) -> None:
+    (block,) = pool.allocate(1)
+    assert pool.register(block, b"ab", b"a") == block
+    assert not pool.is_registered(block)
+    assert pool.lookup([b"ab"]) == []
+
+
+def test_with_an_evicted_block_those_that_continue_it_cannot_be_found_any_more() -> None:
+    """Only a window gives blocks up before what continues them."""
+    pool = BlockManager(CacheConfig(num_blocks=4, sliding_window=1))
+    blocks = pool.allocate(3)
+    register(pool, blocks, chain("a", 3))
+    pool.release(blocks[:1])
+    pool.allocate(2)
+    assert pool.lookup(chain("a", 3)) == []
+    assert not pool.is_registered(blocks[2])
+    pool.release(blocks[1:])
+    assert (pool.stats().free, pool.stats().cached) == (2, 0)
+    pool.check_integrity()
+
+
+def test_of_blocks_that_leave_a_window_the_deeper_is_evicted_first() -> None:
+    pool = BlockManager(CacheConfig(num_blocks=4, sliding_window=1))
+    blocks = pool.allocate(4)
+    register(pool, blocks, chain("a", 4))
+    for block in blocks[:3]:
+        pool.release([block])
+    pool.allocate(2)
+    assert pool.lookup(chain("a", 4)) == blocks[:1]
+    pool.check_integrity()

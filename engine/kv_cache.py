@@ -14,7 +14,13 @@ import torch
 from engine.errors import ConfigError, InternalError
 from engine.kv_layout import KvLayout
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h since 5.1; Python's fcntl has no name for it
 
 
@@ -53,8 +59,13 @@ class KvCache:
             with suppress(OSError):  # only a hint: the kernel may be built without it
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = memoryview(memory)
-        self.pool = torch.frombuffer(memory, dtype=_DTYPES[layout.dtype]).view(num_blocks, *layout.shape)
-        """[blocks, layers, 2 (K, V), kv_heads, block_size, head_dim], contiguous."""
+        by_block = torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, layout.block_bytes)
+        values = by_block[:, : layout.values_bytes]
+        self.pool = values.view(_DTYPES[layout.dtype]).view(num_blocks, *layout.shape)
+        """[blocks, layers, 2 (K, V), kv_heads, block_size, head_dim]: contiguous inside a block, and as a whole unless
+        scales stand between the blocks."""
+        self.scales = _scales(by_block, layout)
+        """[blocks, layers, 2 (K, V), kv_heads] float32, in a quantized type: see `engine.kernels.quantized`."""
 
     @property
     def address(self) -> int:
@@ -84,12 +95,23 @@ class KvCache:
         """
         self._bytes = memoryview(b"")
         self.pool = torch.empty(0, dtype=self.pool.dtype)
+        self.scales = None
         self._close_fd()
 
     def _close_fd(self) -> None:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+
+def _scales(
+    by_block: torch.Tensor,  # [blocks, block_bytes] uint8
+    layout: KvLayout,
+) -> torch.Tensor | None:
+    if not layout.quantized:
+        return None
+    scales = by_block[:, layout.scales_offset : layout.scales_offset + layout.scales_bytes]
+    return scales.view(torch.float32).view(len(by_block), *layout.scales_shape)
 
 
 def _check_physical_memory(nbytes: int) -> None:

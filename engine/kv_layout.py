@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.config import DTYPE_BYTES
 from engine.errors import ConfigError
 
+QUANTIZED_KV_DTYPES = ("fp8_e4m3", "int8")
+KV_DTYPE_BYTES = {**DTYPE_BYTES, **dict.fromkeys(QUANTIZED_KV_DTYPES, 1)}
+"""Bytes of one value, by KV type. A quantized type has scales beside its values."""
+
+_SCALE_BYTES = 4
+_ALIGNMENT = 64
+"""Bytes: a cache line. Vector loads and device copies want no more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """Shape of a block: `[num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]`, contiguous.
+    """A block is its values, `[num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]`, contiguous.
 
     One block is one piece of memory across all layers, so it moves in one copy; heads are outermost inside a
     layer's part, so a slice of the heads is contiguous there.
+
+    In a quantized type the block ends with scales, `[num_layers, 2, num_kv_heads]` float32: it is complete by itself,
+    wherever it is copied. They stand behind all values, not beside those that they belong to, so that values lie as
+    in the other types: evenly spaced and aligned, and a slice of the heads is contiguous in both parts. Both parts
+    begin at a multiple of 64 bytes, and so does the next block.
     """
 
     num_layers: int
@@ -24,8 +38,8 @@ class KvLayout:
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"KV dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
+        if self.dtype not in KV_DTYPE_BYTES:
+            raise ConfigError(f"KV dtype must be one of {sorted(KV_DTYPE_BYTES)}, got {self.dtype!r}")
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -35,13 +49,38 @@ class KvLayout:
         return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
-    def token_bytes(self) -> int:
-        """KV bytes of one token: 2 x layers x kv heads x head dim x bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+    def quantized(self) -> bool:
+        return self.dtype in QUANTIZED_KV_DTYPES
+
+    @property
+    def values_bytes(self) -> int:
+        """Of a block's values: 2 x layers x kv heads x block size x head dim x bytes. They come first."""
+        return math.prod(self.shape) * KV_DTYPE_BYTES[self.dtype]
+
+    @property
+    def scales_shape(self) -> tuple[int, int, int]:
+        """Of a block's scales, in a quantized type."""
+        return self.shape[:3]
+
+    @property
+    def scales_bytes(self) -> int:
+        return math.prod(self.scales_shape) * _SCALE_BYTES if self.quantized else 0
+
+    @property
+    def scales_offset(self) -> int:
+        """Bytes from the start of a block to its scales, in a quantized type."""
+        return _aligned(self.values_bytes)
 
     @property
     def block_bytes(self) -> int:
-        return self.token_bytes * self.block_size
+        if not self.quantized:
+            return self.values_bytes
+        return _aligned(self.scales_offset + self.scales_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """A token's part of its block, rounded up. Without scales: 2 x layers x kv heads x head dim x bytes."""
+        return -(-self.block_bytes // self.block_size)
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,3 +95,7 @@ class KvLayout:
             if type(fields[name]) is not kind:
                 raise ConfigError(f"KV layout field {name} must be {kind.__name__}, got {fields[name]!r}")
         return cls(**fields)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

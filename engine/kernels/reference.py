@@ -13,6 +13,8 @@ from functools import lru_cache
 
 import torch
 
+from engine.kernels import quantized
+
 _MIN_ROWS = 8
 _KEY_TILE = 128
 _QUERY_TILE = 64
@@ -22,37 +24,44 @@ _QUERY_TILE = 64
 def store_kv(
     k: torch.Tensor,  # [T, kv_heads, head_dim]
     v: torch.Tensor,  # [T, kv_heads, head_dim]
-    pool: torch.Tensor,  # [blocks, layers, 2, kv_heads, block_size, head_dim], contiguous
+    pool: torch.Tensor,  # [blocks, layers, 2, kv_heads, block_size, head_dim]
     layer: int,
     slot_blocks: torch.Tensor,  # [T] int64: block of each token
     slot_offsets: torch.Tensor,  # [T] int64: its place in the block
+    kv_scales: torch.Tensor | None = None,  # [blocks, layers, 2, kv_heads] float32, with a quantized pool
 ) -> None:
     """Write each token's key and value into its slot, in the type of the pool."""
     kv = pool[:, layer]
+    if kv_scales is not None:
+        quantized.store(torch.stack((k.float(), v.float()), dim=1), kv, kv_scales[:, layer], slot_blocks, slot_offsets)
+        return
     kv[slot_blocks, 0, :, slot_offsets] = k.to(pool.dtype)
     kv[slot_blocks, 1, :, slot_offsets] = v.to(pool.dtype)
 
 
 def paged_attention(
     q: torch.Tensor,  # [T, heads, head_dim]
-    pool: torch.Tensor,  # [blocks, layers, 2, kv_heads, block_size, head_dim], contiguous
+    pool: torch.Tensor,  # [blocks, layers, 2, kv_heads, block_size, head_dim]
     layer: int,
     block_tables: Sequence[torch.Tensor],  # S of [ceil(context_len / block_size)] int64
     query_starts: Sequence[int],  # S + 1: sequence s has the queries query_starts[s]:query_starts[s + 1]
     context_lens: Sequence[int],  # S: tokens with KV; the queries are the last of them
     scale: float,
+    kv_scales: torch.Tensor | None = None,  # [blocks, layers, 2, kv_heads] float32, with a quantized pool
 ) -> torch.Tensor:  # [T, heads, head_dim], as q
     """Causal attention of each sequence's queries over its context. Reads no slot beyond a context's end."""
     out = torch.empty_like(q)
+    scales = None if kv_scales is None else kv_scales[:, layer]
     for s, table in enumerate(block_tables):
         queries = slice(query_starts[s], query_starts[s + 1])
-        keys, values = _gather(pool[:, layer], table, context_lens[s])
+        keys, values = _gather(pool[:, layer], scales, table, context_lens[s])
         _attend(q[queries], keys, values, context_lens[s], scale, out[queries])
     return out
 
 
 def _gather(
     kv: torch.Tensor,  # [blocks, 2, kv_heads, block_size, head_dim]
+    scales: torch.Tensor | None,  # [blocks, 2, kv_heads] float32
     table: torch.Tensor,  # [n] int64
     context_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # each [kv_heads, padded, head_dim] float32
@@ -61,7 +70,10 @@ def _gather(
     padded = _round_up(slots, _KEY_TILE)
     gathered = torch.empty(2, kv_heads, padded, head_dim)
     in_blocks = gathered[:, :, :slots].view(2, kv_heads, len(table), block_size, head_dim)
-    in_blocks.copy_(kv.index_select(0, table).permute(1, 2, 0, 3, 4))
+    if scales is None:
+        in_blocks.copy_(kv.index_select(0, table).permute(1, 2, 0, 3, 4))
+    else:
+        quantized.load(kv, scales, table, in_blocks)
     if context_len < padded:
         # What an earlier owner of the last block left may be NaN, which a weight of zero would not remove.
         gathered[:, :, context_len:] = 0.0

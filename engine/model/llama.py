@@ -121,7 +121,7 @@ class LlamaModel:
         step = self._prepare(batch, kv.layout.block_size)
         hidden = F.embedding(batch.token_ids, self._weights.embedding).float()  # [T, hidden]
         for i, layer in enumerate(self._weights.layers):
-            hidden += self._attention(i, layer, hidden, step, kv.pool)
+            hidden += self._attention(i, layer, hidden, step, kv)
             hidden += self._mlp(layer, hidden)
         rows = hidden[torch.tensor(batch.sample_rows, dtype=torch.int64)]
         return linear(rms_norm(rows, self._weights.final_norm, self.config.rms_norm_eps), self._weights.lm_head).float()
@@ -146,7 +146,7 @@ class LlamaModel:
         )
 
     def _attention(
-        self, index: int, layer: LayerWeights, hidden: torch.Tensor, step: _Step, pool: torch.Tensor
+        self, index: int, layer: LayerWeights, hidden: torch.Tensor, step: _Step, kv: KvCache
     ) -> torch.Tensor:  # [T, hidden]
         config = self.config
         x = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
@@ -154,9 +154,9 @@ class LlamaModel:
         rotated = config.num_heads + config.num_kv_heads
         qk, v = rotate(qkv[:, :rotated], step.cos, step.sin), qkv[:, rotated:]
         q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
-        reference.store_kv(k, v, pool, index, step.slot_blocks, step.slot_offsets)
+        reference.store_kv(k, v, kv.pool, index, step.slot_blocks, step.slot_offsets, kv.scales)
         mixed = reference.paged_attention(
-            q, pool, index, step.block_tables, step.query_starts, step.context_lens, self._scale
+            q, kv.pool, index, step.block_tables, step.query_starts, step.context_lens, self._scale, kv.scales
         )
         return linear(mixed.flatten(1).to(x.dtype), layer.attention_out)
 

@@ -46,6 +46,32 @@ def test_bytes_of_a_block_are_its_part_of_the_tensor(dtype: str) -> None:
     kv.close()
 
 
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("fp8_e4m3", torch.float8_e4m3fn), ("int8", torch.int8)])
+def test_a_quantized_block_holds_its_values_and_its_scales(dtype: str, torch_dtype: torch.dtype) -> None:
+    layout = KvLayout(num_layers=2, num_kv_heads=3, head_dim=6, block_size=4, dtype=dtype)
+    kv = KvCache(layout, 4)
+    assert kv.scales is not None
+    values = torch.randint(-128, 128, layout.shape, dtype=torch.int8)
+    scales = torch.randn(layout.scales_shape)
+
+    kv.pool[2] = values.view(torch_dtype)
+    kv.scales[2] = scales
+
+    data = bytes(kv.block(2))
+    assert len(data) == layout.block_bytes == 384
+    assert data[:288] == values.numpy().tobytes()
+    assert data[320:368] == scales.numpy().tobytes()
+    assert not any(data[288:320] + data[368:])
+    assert not any(kv.block(1))
+    assert not any(kv.block(3))
+    assert (kv.pool.dtype, kv.pool.shape, kv.scales.shape) == (torch_dtype, (4, 2, 2, 3, 4, 6), (4, 2, 2, 3))
+    kv.close()
+
+
+def test_a_pool_that_is_not_quantized_has_no_scales(kv: KvCache) -> None:
+    assert kv.scales is None
+
+
 def test_bytes_written_to_a_block_show_in_the_tensor(kv: KvCache) -> None:
     source = torch.randn(LAYOUT.shape).bfloat16()
     data = bytes(source.view(torch.uint8).flatten().tolist())

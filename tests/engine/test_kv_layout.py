@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import ConfigError
-from engine.kv_layout import KvLayout
+from engine.kv_layout import KV_DTYPE_BYTES, KvLayout
 
 SMOLLM2 = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 
@@ -14,6 +14,34 @@ def test_a_token_takes_keys_and_values_of_every_layer() -> None:
     assert SMOLLM2.token_bytes == 2 * 30 * 3 * 64 * 2
     assert SMOLLM2.block_bytes == 16 * SMOLLM2.token_bytes
     assert replace(SMOLLM2, dtype="float32").block_bytes == 2 * SMOLLM2.block_bytes
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
+def test_a_quantized_block_has_a_byte_a_value_and_ends_with_its_scales(dtype: str) -> None:
+    layout = replace(SMOLLM2, dtype=dtype)
+
+    assert layout.quantized
+    assert layout.values_bytes == layout.scales_offset == SMOLLM2.block_bytes // 2
+    assert layout.scales_shape == (30, 2, 3)
+    assert layout.scales_bytes == 30 * 2 * 3 * 4
+    assert layout.block_bytes == layout.values_bytes + 720 + 48  # up to a multiple of 64
+    assert layout.token_bytes == 11_568
+
+
+def test_values_scales_and_blocks_of_a_quantized_pool_begin_at_multiples_of_64_bytes() -> None:
+    small = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=1, dtype="int8")
+
+    assert (small.values_bytes, small.scales_offset, small.block_bytes) == (4, 64, 128)
+    assert replace(small, block_size=256).token_bytes == 5  # 1024 + 64 bytes for 256 tokens, rounded up
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_block_without_scales_is_its_values(dtype: str) -> None:
+    layout = replace(SMOLLM2, num_layers=1, num_kv_heads=1, head_dim=2, dtype=dtype)
+
+    assert not layout.quantized
+    assert layout.scales_bytes == 0
+    assert layout.block_bytes == layout.values_bytes == 64 * KV_DTYPE_BYTES[dtype]
 
 
 def test_the_shape_has_heads_outermost_inside_a_layers_part() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from engine.errors import ConfigError, InternalError
 from engine.kv_layout import KvLayout
+from engine.machine import memory_bytes
 
 _DTYPES = {
     "float32": torch.float32,
@@ -22,14 +23,6 @@ _DTYPES = {
     "int8": torch.int8,
 }
 _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h since 5.1; Python's fcntl has no name for it
-
-
-def blocks_that_fit(layout: KvLayout, kv_memory_bytes: int) -> int:
-    """Whole blocks of `layout` in `kv_memory_bytes`. Raises `ConfigError` if there is not one."""
-    num_blocks = kv_memory_bytes // layout.block_bytes
-    if num_blocks < 1:
-        raise ConfigError(f"kv_memory_bytes {kv_memory_bytes} is less than one block of {layout.block_bytes} bytes")
-    return num_blocks
 
 
 class KvCache:
@@ -116,9 +109,8 @@ def _scales(
 
 def _check_physical_memory(nbytes: int) -> None:
     # Pages come when they are written: a pool larger than the machine would open well and be killed much later.
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > physical:
-        raise ConfigError(f"kv_memory_bytes: the KV pool needs {nbytes} bytes, the machine has {physical}")
+    if nbytes > (most := memory_bytes()):
+        raise ConfigError(f"kv_memory_bytes: the KV pool needs {nbytes} bytes, the machine has {most}")
 
 
 def _sealable_memfd(nbytes: int) -> int:

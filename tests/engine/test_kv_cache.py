@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.errors import ConfigError, InternalError
-from engine.kv_cache import KvCache, blocks_that_fit
+from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=4, dtype="bfloat16")
@@ -195,16 +195,6 @@ def test_memory_is_not_touched_before_it_is_written() -> None:
         assert os.fstat(kv.fd).st_blocks == 0
     assert kv.nbytes == 1024 * 1024 * 1024
     kv.close()
-
-
-def test_only_whole_blocks_fit() -> None:
-    assert blocks_that_fit(LAYOUT, LAYOUT.block_bytes) == 1
-    assert blocks_that_fit(LAYOUT, 3 * LAYOUT.block_bytes - 1) == 2
-
-
-def test_memory_for_less_than_one_block_is_refused_naming_the_setting() -> None:
-    with pytest.raises(ConfigError, match="kv_memory_bytes 767 is less than one block of 768 bytes"):
-        blocks_that_fit(LAYOUT, LAYOUT.block_bytes - 1)
 
 
 def test_a_pool_without_blocks_is_refused() -> None:

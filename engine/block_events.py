@@ -93,8 +93,7 @@ class _Pending:
 class BlockEvents:
     """The events of one pool that were not taken yet, with at most `max_hashes` hashes.
 
-    With one more, all are dropped for one `Cleared(resync=True)`: past the size of the pool a snapshot is the shorter
-    answer anyway.
+    With one more, all are dropped for one `Cleared(resync=True)`.
 
     Invariants, checked by `check_integrity`:
       1. The pending events have the sequences up to `_sequence`, without a gap.

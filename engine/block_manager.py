@@ -13,6 +13,9 @@ from engine.lru_list import LruList
 from engine.pinned_prefixes import PinnedPrefixes
 from engine.prefix_index import PrefixIndex
 
+MAX_PENDING_HASHES_PER_BLOCK = 4
+"""Events wait until the pool has turned over twice; from there on a snapshot is much the shorter answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
@@ -74,7 +77,7 @@ class BlockManager:
         self._quarantines = [0] * config.num_blocks
         self._generation = [0] * config.num_blocks
         self._leased: set[int] = set()
-        self._events = BlockEvents(incarnation, max_hashes=config.num_blocks)
+        self._events = BlockEvents(incarnation, max_hashes=MAX_PENDING_HASHES_PER_BLOCK * config.num_blocks)
         self._index = PrefixIndex(self._events)
         self._pins = PinnedPrefixes(config.max_pinned_blocks)
         self._num_idle_pinned = 0

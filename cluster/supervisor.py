@@ -212,7 +212,8 @@ class Supervisor:
         hopeless = False
         try:
             life.report = await life.handle.ready()
-            logger.info("%s serves at %s (start %d)", member_id, life.report.address, attempt)
+            parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in life.report.timings.items())
+            logger.info("%s serves at %s (start %d) %s", member_id, life.report.address, attempt, parts)
             self._events.put_nowait(ActorReady(member_id, attempt, life.report.address))
             reason = await life.handle.gone()
         except ActorLost as error:

@@ -30,9 +30,7 @@ _MIN_SCALE = 2.0**-126  # the smallest whose inverse float32 has, too
 _EXPONENT_BITS = 0x7F800000  # of a float32
 _INT8_SCALE = 2.0**-6  # of the largest power of two in the block: its codes reach 127
 _FP8_SCALE = 2.0**-7  # they reach 256, of the 448 that e4m3 has
-_FP8_LEAST = (
-    2.0**-6 - 2.0**-11
-)  # with four bits, all from here on is rounded to 2^-6, e4m3's least that has them, or more
+_FP8_LEAST = 2.0**-6 - 2.0**-11  # what is smaller is nearer to a value that e4m3 has not with four bits
 
 
 def store(
@@ -49,9 +47,10 @@ def store(
     old = scales[blocks].masked_fill_(begins[:, None, None], 0.0)  # [touched, 2, kv_heads]
     needed = _scale(kv.abs().amax(dim=-1), pool.dtype)  # [T, 2, kv_heads]
     new = old.scatter_reduce(0, block_of_token[:, None, None].expand_as(needed), needed, "amax")
+    values = _decode(codes[blocks], pool.dtype) * (old / new)[..., None, None]  # in units of the new scales
+    values[block_of_token, :, :, slot_offsets] = kv / new[block_of_token][..., None]
+    codes[blocks] = _encode(values, pool.dtype)
     scales[blocks] = new
-    codes[blocks] = _encode(_decode(codes[blocks], pool.dtype) * (old / new)[..., None, None], pool.dtype)
-    codes[slot_blocks, :, :, slot_offsets] = _encode(kv / new[block_of_token][..., None], pool.dtype)
 
 
 def load(

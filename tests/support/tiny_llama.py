@@ -122,7 +122,7 @@ class PagedRunner:
             ),
             num_blocks,
         )
-        self.kv.pool.fill_(torch.nan)
+        fill_with_nan(self.kv)
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tables: dict[str, list[int]] = {}
         self._computed: dict[str, int] = {}
@@ -162,6 +162,15 @@ class PagedRunner:
         table = self._tables.setdefault(name, [])
         while len(table) * self.kv.layout.block_size < self._computed[name]:
             table.append(self._free.pop())
+
+
+def fill_with_nan(kv: KvCache) -> None:
+    """Whatever is read before it is written is NaN."""
+    if kv.scales is None:
+        kv.pool.fill_(torch.nan)
+    else:
+        kv.pool.view(torch.int8).fill_(0x7F)  # NaN, as FP8
+        kv.scales.fill_(torch.nan)
 
 
 def with_heads(num_heads: int, num_kv_heads: int) -> ModelConfig:

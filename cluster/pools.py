@@ -35,6 +35,6 @@ def _pool_bytes(spec: ClusterSpec, role: str, model: ModelConfig) -> int:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         block_size=pool.block_size,
-        dtype=spec.dtype if pool.kv_cache_dtype == "auto" else pool.kv_cache_dtype,
+        dtype=pool.kv_dtype(spec.dtype),
     )
     return pool_of(layout, pool.kv_memory_bytes, pool.num_blocks_override).num_bytes

@@ -22,7 +22,6 @@ from typing import Any
 
 import ray
 from ray._private import node, services, worker
-from ray._raylet import persist_port  # type: ignore[attr-defined]  # compiled
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +41,15 @@ def ray_messages_to_log() -> None:
 
 @contextmanager
 def loopback_ray() -> Iterator[None]:
-    """`ray.init(_node_ip_address="127.0.0.1")` inside takes the address as it is."""
-    original = services.resolve_ip_for_localhost
+    """`ray.init(_node_ip_address="127.0.0.1")` inside takes the address as it is.
+
+    A Ray that has no such function any more is left to choose, and says on which address it listens.
+    """
+    original = getattr(services, "resolve_ip_for_localhost", None)
+    if original is None:
+        logger.warning("Ray %s chooses its own address: it may listen on more than 127.0.0.1", ray.__version__)
+        yield
+        return
     services.resolve_ip_for_localhost = lambda host: host
     try:
         yield
@@ -83,6 +89,9 @@ class _LeanNode(node.Node):
         if agent is None or not ray.__version__.startswith(_AGENTS_TRIED_WITH):
             super().start_raylet(*args, **options)
             return
+        # Private, so it is only asked for in versions that are known to have it.
+        from ray._raylet import persist_port  # type: ignore[attr-defined]  # compiled
+
         # The raylet waits for the ports of its agents, and ends when an agent does. `cat` waits for the end of its
         # input, a pipe from the raylet, so it goes with the raylet as the agents do. -1 is what an agent without
         # Ray's optional packages writes.

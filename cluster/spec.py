@@ -166,6 +166,12 @@ class ClusterSpec:
         if not self.model:
             raise ConfigError("model must not be empty")
         self.pools.decode.engine("", self.dtype)  # its check of dtype is ours
+        prefill, decode = (pool.kv_dtype(self.dtype) for pool in (self.pools.prefill, self.pools.decode))
+        if self.pools.prefill.replicas and prefill != decode:
+            raise ConfigError(
+                f"pools: kv_cache_dtype {decode} of decode differs from prefill's {prefill}: "
+                "blocks move between the pools"
+            )
 
     def with_overrides(
         self,

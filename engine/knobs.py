@@ -142,12 +142,12 @@ class Knobs:
     kv_cache_dtype: str = _knob(
         "auto",
         choices=("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "int8"),
-        meaning="Type in which KV is kept; auto is the type of the activations. Prefill and decode workers must agree "
-        "on it.",
-        too_high="A wide type: more bytes for each token, so fewer tokens fit and a hand-over takes longer.",
-        too_low="A narrow type: FP8 and INT8 round K and V, and the answers change a little.",
-        works=("auto",),
-        instead="KV has the type of the activations (kv_cache_dtype auto), which dtype sets",
+        meaning="Type in which KV is kept; auto is the type of the activations. fp8_e4m3 and int8 have a scale for each "
+        "block and KV head, inside the block. Prefill and decode workers must agree on it.",
+        too_high="More bytes for each token, so fewer tokens fit and a hand-over takes longer.",
+        too_low="K and V are rounded: answers part from those of a wider type after some tokens (bench.kv_quality "
+        "measures when). FP8 and INT8 take longer to read and write on a CPU. float16 holds nothing above 65504: a "
+        "request that needs more fails.",
     )
     swap_space: int = _knob(
         0,
@@ -212,6 +212,10 @@ class Knobs:
     def __post_init__(self) -> None:
         for name, value in self.knobs().items():
             KNOBS[name].check(value)
+
+    def kv_dtype(self, dtype: str) -> str:
+        """The type of KV, beside activations of type `dtype`."""
+        return dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     def knobs(self) -> dict[str, Any]:
         """Each knob's name and value."""

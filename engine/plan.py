@@ -107,7 +107,7 @@ class Question:
 
     @property
     def kv_dtype(self) -> str:
-        return self.dtype if self.knobs.kv_cache_dtype == "auto" else self.knobs.kv_cache_dtype
+        return self.knobs.kv_dtype(self.dtype)
 
     @property
     def layout(self) -> KvLayout:

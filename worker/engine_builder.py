@@ -93,14 +93,14 @@ def assemble_engine(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         block_size=config.block_size,
-        dtype=config.dtype,
+        dtype=config.kv_dtype(config.dtype),
     )
     pool = pool_of(layout, config.kv_memory_bytes, config.num_blocks_override)
     check_pool(pool, config, memory_bytes())
     cache_config = CacheConfig(
         num_blocks=pool.num_blocks, block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching
     )
-    identity = BlockIdentity(model_fingerprint=fingerprint, kv_dtype=config.dtype, block_size=config.block_size)
+    identity = BlockIdentity(model_fingerprint=fingerprint, kv_dtype=layout.dtype, block_size=config.block_size)
     kv = KvCache(layout, pool.num_blocks)
     try:
         engine = Engine(model, kv, cache_config, config.scheduler, identity, max_model_len)

@@ -49,6 +49,18 @@ def test_the_pool_is_as_large_as_the_memory_that_it_may_take(pools: list[KvCache
 
 
 @pytest.mark.parametrize(
+    ("kv_cache_dtype", "kv_dtype"), [("auto", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8")]
+)
+def test_the_type_of_kv_is_that_of_the_pool_and_of_what_its_blocks_are_called(
+    pools: list[KvCache], kv_cache_dtype: str, kv_dtype: str
+) -> None:
+    parts = assemble_engine(FakeModel(), FINGERPRINT, config(kv_cache_dtype=kv_cache_dtype, num_blocks_override=4))
+
+    assert (parts.kv.layout.dtype, parts.pool.dtype, parts.identity.kv_dtype) == (kv_dtype, kv_dtype, kv_dtype)
+    assert parts.pool.num_bytes == parts.kv.nbytes == 4 * parts.kv.layout.block_bytes
+
+
+@pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"block_size": 3}, "block_size must be a power of two"),

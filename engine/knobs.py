@@ -142,8 +142,8 @@ class Knobs:
     kv_cache_dtype: str = _knob(
         "auto",
         choices=("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "int8"),
-        meaning="Type in which KV is kept; auto is the type of the activations. fp8_e4m3 and int8 have a scale for each "
-        "block and KV head, inside the block. Prefill and decode workers must agree on it.",
+        meaning="Type in which KV is kept; auto is the type of the activations. fp8_e4m3 and int8 have scales for "
+        "each block and KV head, inside the block. Prefill and decode workers must agree on it.",
         too_high="More bytes for each token, so fewer tokens fit and a hand-over takes longer.",
         too_low="K and V are rounded: answers part from those of a wider type after some tokens (bench.kv_quality "
         "measures when). FP8 and INT8 take longer to read and write on a CPU. float16 holds nothing above 65504: a "

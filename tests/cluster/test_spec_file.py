@@ -76,7 +76,8 @@ def test_an_empty_file_is_the_default_spec() -> None:
         ("pools:\n  prefill: {block_size: 32}\n",
          "c.yaml:2: pools: decode: block_size 16 differs from prefill's 32: blocks move between the pools"),
         ("dtype: float16\npools:\n  decode: {kv_cache_dtype: int8}\n",
-         "c.yaml:3: pools: kv_cache_dtype int8 of decode differs from prefill's float16: blocks move between the pools"),
+         "c.yaml:3: pools: kv_cache_dtype int8 of decode differs from prefill's float16: "
+         "blocks move between the pools"),
         ("name: Big Cluster\n", "c.yaml:1: name must be 1 to 32 of a-z, 0-9 and inner dashes, got 'Big Cluster'"),
         ("dtype: int4\n", "c.yaml:1: dtype must be one of ['bfloat16', 'float16', 'float32'], got 'int4'"),
         ("ray: {address: here}\n", "c.yaml:1: ray: address must be local, auto or HOST:PORT, got 'here'"),

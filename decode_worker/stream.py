@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -10,6 +9,7 @@ from decode_worker.hand_over import HandOver
 from engine.errors import EngineError, TransferError
 from engine.request import Request
 from worker.session import Session
+from worker.threads import Timer
 
 
 class Phase(Enum):
@@ -32,7 +32,7 @@ class Stream:
     session: Session
     request_id: str
     request: Request
-    deadline: asyncio.TimerHandle
+    deadline: Timer
     phase: Phase = Phase.WAITING
     hand_over: HandOver | None = None
     """From the grant on; never for `compute_here`."""

@@ -26,8 +26,6 @@ links only call back.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -57,14 +55,15 @@ from worker.engine_builder import EngineParts, build_engine
 from worker.incoming import read_request, read_timeout_s
 from worker.outputs import output_to_proto
 from worker.session import Session
+from worker.threads import Threads, Timer
 
 
 class DecodeWorker:
     """The decode `Role`. Everything that is not marked otherwise runs on the event loop."""
 
-    def __init__(self, config: WorkerConfig, parts: EngineParts) -> None:
-        """Takes over `parts`; `stop` gives them back."""
-        self._core: WorkerCore[Stream] = WorkerCore(config, parts, self._deliver)
+    def __init__(self, config: WorkerConfig, parts: EngineParts, threads: Threads | None = None) -> None:
+        """Takes over `parts`; `stop` gives them back. `threads` stands in for the real ones in tests."""
+        self._core: WorkerCore[Stream] = WorkerCore(config, parts, self._deliver, threads)
         self._table = ReservationTable(self._core.incarnation, config.lease_s)
         peer = PeerIdentity(
             worker_id=config.worker_id,
@@ -73,7 +72,7 @@ class DecodeWorker:
             layout=parts.kv.layout,
         )
         self._receiver = KvReceiver(peer, parts.kv, self._table, self, config.host)
-        self._lease_timer: asyncio.TimerHandle | None = None
+        self._lease_timer: Timer | None = None
 
     @classmethod
     def build(cls, config: WorkerConfig) -> DecodeWorker:
@@ -137,14 +136,14 @@ class DecodeWorker:
         core.check_new(session, reserve.request_id)
         key = core.live.new_key()
         kind = RequestKind.LOCAL if reserve.compute_here else RequestKind.DECODE
-        request = read_request(reserve, key, kind, time.monotonic())
+        request = read_request(reserve, key, kind, core.now())
         timeout_s = read_timeout_s(reserve, core.config.max_timeout_s)
         record = Stream(
             key=key,
             session=session,
             request_id=reserve.request_id,
             request=request,
-            deadline=asyncio.get_running_loop().call_later(timeout_s, self._overdue, key),
+            deadline=core.call_later(timeout_s, self._overdue, key),
         )
         core.live.add(record)
         session.load_due.set()
@@ -163,7 +162,7 @@ class DecodeWorker:
         record.hand_over = HandOver(reservation, len(record.request.token_ids), block_size)
         missing = reservation.missing if record.given_up is None else ()
         if missing:
-            self._table.open(record.key, expected_blocks(missing), time.monotonic() + self._core.config.lease_s)
+            self._table.open(record.key, expected_blocks(missing), self._core.now() + self._core.config.lease_s)
             record.phase = Phase.OPEN
             self._arm_lease_timer()
         self._send_reserved(record, missing, reservation.cached_tokens, reservation.wait_s)
@@ -217,11 +216,11 @@ class DecodeWorker:
             self._lease_timer = None
         expiry = self._table.next_expiry()
         if expiry is not None:
-            delay_s = max(0.0, expiry - time.monotonic())
-            self._lease_timer = asyncio.get_running_loop().call_later(delay_s, self._expire_leases)
+            delay_s = max(0.0, expiry - self._core.now())
+            self._lease_timer = self._core.call_later(delay_s, self._expire_leases)
 
     def _expire_leases(self) -> None:
-        for key in self._table.expire(time.monotonic()):
+        for key in self._table.expire(self._core.now()):
             self._give_up_key(key, LinkClosed("the lease ran out: its prefill worker is silent"))
         self._arm_lease_timer()
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from engine.errors import (
@@ -32,7 +32,7 @@ from kv_transfer.frames import Abort, Ack, Block, Finish, Frame, Nack, Renew, cl
 from kv_transfer.identity import SHM, TCP, LinkEndpoint, PeerIdentity, host_id
 from kv_transfer.link import IncomingLink, LinkSettings, Refusal, accept, keep_alive
 from kv_transfer.pool import KvPool
-from kv_transfer.reservation import DuplicateBlock, ReservationTable, WriteOutcome
+from kv_transfer.reservation import DuplicateBlock, ReservationTable, WriteGrant, WriteOutcome
 from kv_transfer.stats import Counters, ReceiverStats, TransferStats
 
 MAX_UNSENT_ACKS = 16
@@ -74,6 +74,7 @@ class KvReceiver:
         host: str = "127.0.0.1",
         *,
         settings: LinkSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises `ConfigError` for a `host` that peers could not connect to."""
         if host in ("", "0.0.0.0", "::"):
@@ -83,6 +84,7 @@ class KvReceiver:
         self.table = table
         self.listener = listener
         self.settings = settings or LinkSettings()
+        self.clock = clock
         self.counters = Counters()
         self._host = host
         self._sockets: list[socket.socket] = []
@@ -213,7 +215,7 @@ class KvReceiver:
             self._links.discard(link)
 
     def _note_adoption(self, ticket_id: str, since: float, num_bytes: int, transport: str) -> None:
-        now = time.monotonic()
+        now = self.clock()
         with self._lock:
             before = self._transfers.get(ticket_id)
             self._transfers[ticket_id] = TransferStats(
@@ -283,7 +285,18 @@ class _ReceiverLink:
 
     def _take_block(self, link: IncomingLink, frame: Block) -> None:
         """Check, copy, verify, adopt, answer. Only an impossible frame or a lost stream ends the link."""
-        since = time.monotonic()
+        grant = self._begin_write(link, frame)
+        if grant is None:
+            return
+        ok = False
+        try:
+            ok = self._copy(link, frame, grant)
+        finally:
+            outcome = self._end_write(frame, grant, ok)
+        self._answer(link, frame, outcome)
+
+    def _begin_write(self, link: IncomingLink, frame: Block) -> WriteGrant | None:
+        """None: there is nothing to write, and the sender will be told, or was."""
         block_bytes = self._receiver.kv.layout.block_bytes
         if frame.length != block_bytes:
             raise ProtocolError(f"a block of {frame.length} bytes, the layout says {block_bytes}")
@@ -297,26 +310,33 @@ class _ReceiverLink:
             link.intake.discard(frame)
             self._counters.add("blocks_duplicate")
             self._acks.setdefault(frame.ticket_id, []).append(frame.ordinal)
-            return
+            return None
         except TransferError as error:
             link.intake.discard(frame)
             self._refuse(link, frame, error)
-            return
-        if (first := self._tickets.get(frame.ticket_id)) is None:
-            first = self._tickets[frame.ticket_id] = since
-        ok = False
-        try:
-            slot = self._receiver.kv.block(grant.slot)
-            link.intake.read_into(frame, slot)
-            ok = digest(slot) == frame.digest
-        finally:
-            outcome = self._table.end_write(grant, ok)
-            if outcome is WriteOutcome.LATE:
-                self._counters.add("blocks_late")
-                self._listener.writes_quiet(frame.ticket_id, [grant.slot])
+            return None
+        if self._tickets.get(frame.ticket_id) is None:
+            self._tickets[frame.ticket_id] = self._receiver.clock()
+        return grant
+
+    def _copy(self, link: IncomingLink, frame: Block, grant: WriteGrant) -> bool:
+        """Whether the slot holds what was sent. Raises what ended the stream."""
+        slot = self._receiver.kv.block(grant.slot)
+        link.intake.read_into(frame, slot)
+        return digest(slot) == frame.digest
+
+    def _end_write(self, frame: Block, grant: WriteGrant, ok: bool) -> WriteOutcome:
+        outcome = self._table.end_write(grant, ok)
+        if outcome is WriteOutcome.LATE:
+            self._counters.add("blocks_late")
+            self._listener.writes_quiet(frame.ticket_id, [grant.slot])
+        return outcome
+
+    def _answer(self, link: IncomingLink, frame: Block, outcome: WriteOutcome) -> None:
         match outcome:
             case WriteOutcome.ADOPTED:
-                transport = link.intake.transport
+                transport, first = link.intake.transport, self._tickets[frame.ticket_id]
+                assert first is not None, "adopted a block that did not begin"
                 self._counters.add_all(transport, {"blocks_adopted": 1, "bytes_adopted": frame.length})
                 self._receiver._note_adoption(frame.ticket_id, first, frame.length, transport)
                 self._listener.block_adopted(frame.ticket_id, frame.ordinal, frame.length, transport)
@@ -335,7 +355,7 @@ class _ReceiverLink:
 
     def _renew(self, link: IncomingLink, ticket_id: str) -> None:
         try:
-            self._table.renew(ticket_id, time.monotonic())
+            self._table.renew(ticket_id, self._receiver.clock())
         except StaleTicket as error:
             self._tickets.pop(ticket_id, None)
             self._counters.add("frames_ignored")

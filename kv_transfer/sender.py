@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine import errors
@@ -45,12 +45,19 @@ class KvSender:
     """All links of one prefill worker. Every method may be called from any thread; only `close` waits."""
 
     def __init__(
-        self, identity: PeerIdentity, kv: KvPool, listener: SenderListener, settings: LinkSettings | None = None
+        self,
+        identity: PeerIdentity,
+        kv: KvPool,
+        listener: SenderListener,
+        settings: LinkSettings | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
         self._kv = kv
         self._listener = listener
         self._settings = settings or LinkSettings()
+        self._clock = clock
         self._counters = Counters()
         self._lock = threading.Lock()
         """Guards everything below, and the transfers of every link."""
@@ -75,7 +82,7 @@ class KvSender:
             link = self._links.get(key)
             if link is None or link.ending:
                 link = _SenderLink(self, ticket)
-            link.transfers.open(request_id, ticket, deadline, time.monotonic())
+            link.transfers.open(request_id, ticket, deadline, self._clock())
             self._requests[request_id] = link
             if link not in self._threads:
                 self._links[key] = link
@@ -240,7 +247,7 @@ class _SenderLink:
         while True:
             if self._error is not None:
                 raise self._error
-            now = time.monotonic()
+            now = self._sender._clock()
             step = self.transfers.next_step(now)
             if step is not None or self.transfers.has_outcomes():
                 return step
@@ -279,7 +286,7 @@ class _SenderLink:
             self.end(error)
 
     def _take_in(self, frame: Frame) -> None:
-        now = time.monotonic()
+        now = self._sender._clock()
         counters = self._sender._counters
         match frame:
             case Ack(ticket_id=ticket_id, ordinals=ordinals):

@@ -21,8 +21,6 @@ Records belong to the event loop, shipments (`computing`) to the engine thread; 
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +43,7 @@ from worker.engine_builder import EngineParts, build_engine
 from worker.incoming import read_request, read_timeout_s
 from worker.outputs import output_to_proto
 from worker.session import Session
+from worker.threads import Threads, Timer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,7 +54,7 @@ class _Prompt:
     session: Session
     request_id: str
     request: Request
-    deadline: asyncio.TimerHandle
+    deadline: Timer
     sending: bool
     """A transfer is open."""
     computing: bool = True
@@ -69,9 +68,9 @@ class _Prompt:
 class PrefillWorker:
     """The prefill `Role`. Everything that is not marked otherwise runs on the event loop."""
 
-    def __init__(self, config: WorkerConfig, parts: EngineParts) -> None:
-        """Takes over `parts`; `stop` gives them back."""
-        self._core: WorkerCore[_Prompt] = WorkerCore(config, parts, self._deliver)
+    def __init__(self, config: WorkerConfig, parts: EngineParts, threads: Threads | None = None) -> None:
+        """Takes over `parts`; `stop` gives them back. `threads` stands in for the real ones in tests."""
+        self._core: WorkerCore[_Prompt] = WorkerCore(config, parts, self._deliver, threads)
         self._identity = parts.identity
         peer = PeerIdentity(
             worker_id=config.worker_id,
@@ -135,7 +134,7 @@ class PrefillWorker:
     def _receive(self, session: Session, prefill: worker_pb2.Prefill) -> None:
         core = self._core
         core.check_new(session, prefill.request_id)
-        now = time.monotonic()
+        now = core.now()
         key = core.live.new_key()
         request = read_request(prefill, key, RequestKind.PREFILL, now)
         timeout_s = read_timeout_s(prefill, core.config.max_timeout_s)
@@ -147,7 +146,7 @@ class PrefillWorker:
             session=session,
             request_id=prefill.request_id,
             request=request,
-            deadline=asyncio.get_running_loop().call_later(timeout_s, self._overdue, key),
+            deadline=core.call_later(timeout_s, self._overdue, key),
             sending=shipment is not None,
         )
         core.live.add(record)
@@ -201,7 +200,7 @@ class PrefillWorker:
             cached_tokens=cached_tokens,
             blocks_computed=num_blocks - cached_tokens // block_size,
             queue_us=round((began - request.arrival) * 1e6),
-            compute_us=round((time.monotonic() - began) * 1e6),
+            compute_us=round((self._core.now() - began) * 1e6),
         )
         record.session.send(worker_pb2.SessionResponse(prefilled=prefilled))
         record.computing = False

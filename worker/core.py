@@ -1,7 +1,7 @@
 """What both roles are built around: the engine with its thread, the live requests, the report. Decides nothing.
 
 A role's own state belongs to the event loop. The engine thread and the link threads reach it through `notify`, it
-reaches the engine through `post`; no lock is shared.
+reaches the engine through `post`; no lock is shared. What runs these is `worker.threads`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Generic, TypeVarTuple
 
 from engine.engine import Engine, StepOutput
-from engine.errors import DeadlineExceeded, Draining, EngineError, InternalError, WorkerLost
+from engine.errors import DeadlineExceeded, Draining, EngineError, InternalError
 from engine.step_loop import StepLoop
 from kvrelay._wire import PROTOCOL_VERSION
 from kvrelay.v1 import worker_pb2
@@ -24,6 +24,7 @@ from worker.engine_builder import EngineParts
 from worker.live import LiveRequests, T
 from worker.load import LoadReporter
 from worker.session import Session
+from worker.threads import RealThreads, Threads, Timer
 
 logger = logging.getLogger(__name__)
 Ts = TypeVarTuple("Ts")
@@ -37,8 +38,14 @@ _COMMANDS_PER_REQUEST = 16
 class WorkerCore(Generic[T]):
     """Owns the engine thread and the table of live requests of one worker. Created and used on the event loop."""
 
-    def __init__(self, config: WorkerConfig, parts: EngineParts, deliver: Callable[[StepOutput], None]) -> None:
-        """`deliver` gets each step's output, on the engine thread."""
+    def __init__(
+        self,
+        config: WorkerConfig,
+        parts: EngineParts,
+        deliver: Callable[[StepOutput], None],
+        threads: Threads | None = None,
+    ) -> None:
+        """`deliver` gets each step's output, on the engine thread. `threads` stands in for the real ones in tests."""
         self.config = config
         self.parts = parts
         self.incarnation = uuid.uuid4().hex
@@ -50,12 +57,11 @@ class WorkerCore(Generic[T]):
             max_pending=parts.kv.num_blocks + _COMMANDS_PER_REQUEST * parts.max_requests,
         )
         self._reporter = LoadReporter(self._step_loop, parts.engine.stats())
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._threads = threads or RealThreads(self._step_loop)
         self._draining = False
 
     def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._step_loop.start()
+        self._threads.start()
 
     async def drain(self, timeout_s: float) -> None:
         """From now on `check_new` refuses; returns when nothing is live, or after `timeout_s`."""
@@ -118,15 +124,21 @@ class WorkerCore(Generic[T]):
         """For the load report."""
         self._reporter.errors[type(error).__name__] += 1
 
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return self._threads.now()
+
     def notify(self, callback: Callable[[*Ts], None], *args: *Ts) -> None:
         """From any thread: run `callback` on the event loop, in the order of the calls of each thread."""
-        assert self._loop is not None, "the worker was not started"
-        self._loop.call_soon_threadsafe(callback, *args)
+        self._threads.notify(callback, *args)
 
     def post(self, operation: Callable[[Engine], None]) -> None:
         """Run `operation` on the engine thread before its next step; dropped once that thread has stopped."""
-        with suppress(WorkerLost):
-            self._step_loop.post(operation)
+        self._threads.post(operation)
+
+    def call_later(self, delay_s: float, callback: Callable[[*Ts], None], *args: *Ts) -> Timer:
+        """Run `callback` on the event loop after `delay_s`, with or without traffic."""
+        return self._threads.call_later(delay_s, callback, *args)
 
     def _on_fault(self, error: Exception) -> None:
         """On the engine thread: something other than one batch failed. The loop goes on."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from engine.adoption import MissingBlock
 from engine.request import Request
+
+if TYPE_CHECKING:
+    import torch  # so that the scheduler, and a simulation of it, run without
 
 
 @dataclass(frozen=True, slots=True)

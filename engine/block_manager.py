@@ -203,6 +203,10 @@ class BlockManager:
         """Whether `lookup` can find it."""
         return block in self._index
 
+    def is_pinned(self, block: int) -> bool:
+        """Whether a name keeps it from eviction."""
+        return block in self._pins
+
     def lease(self, blocks: Sequence[int]) -> None:
         """Note that a link may write into these freshly allocated blocks."""
         _check_distinct(blocks)

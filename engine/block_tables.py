@@ -24,6 +24,19 @@ class _Quarantine:
     busy: set[int]
 
 
+@dataclass(frozen=True, slots=True)
+class AdmissionPlan:
+    """Where the blocks of a request come from that is to be admitted."""
+
+    request: Request
+    cached: tuple[int, ...]
+    """Resident blocks of its beginning."""
+    num_new: int
+    """Blocks to be allocated behind them."""
+    num_computed_tokens: int
+    """Tokens that have KV in these blocks once it is admitted."""
+
+
 class BlockTables:
     """The only writer of `Request.block_table`, `block_hashes`, `num_released_blocks` and `num_published_blocks`.
 
@@ -47,30 +60,35 @@ class BlockTables:
         self._identity = identity
         self._quarantines: list[_Quarantine] = []
 
-    def blocks_to_begin(self, request: Request) -> int:
-        """For all known tokens, and one more to grow into unless the request can never fill it."""
-        return min(
+    @property
+    def block_size(self) -> int:
+        return self._config.block_size
+
+    def plan(self, request: Request) -> AdmissionPlan:
+        """Blocks for all known tokens, and one more to grow into unless the request can never fill it."""
+        cached = self._cached_prefix(request)
+        num_blocks = min(
             self._config.blocks_for(len(request.token_ids)) + 1,
             self._config.blocks_for(request.max_kv_tokens),
         )
+        return AdmissionPlan(request, tuple(cached), num_blocks - len(cached), len(cached) * self._config.block_size)
 
-    def admit(self, request: Request) -> bool:
-        """Pin the cached prefix and allocate the rest of `blocks_to_begin`; those tokens count as computed.
+    def admit(self, plans: Sequence[AdmissionPlan]) -> None:
+        """Carry out plans that fit, made since the pool last changed.
 
-        All or nothing: on False, request and pool are unchanged.
+        Takes hold of all cached prefixes before it allocates, so that none of them is evicted.
         """
-        cached = self._cached_prefix(request)
-        count = self.blocks_to_begin(request) - len(cached)
-        if not self._blocks.can_allocate(count, keeping=cached):
-            return False
-        self._blocks.acquire(cached)
-        request.block_table = cached + self._blocks.allocate(count)
-        request.num_published_blocks = len(cached)
-        request.num_computed_tokens = len(cached) * self._config.block_size
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        self._leave_window(request)
-        return True
+        for plan in plans:
+            self._blocks.acquire(plan.cached)
+            plan.request.block_table = list(plan.cached)
+        for plan in plans:
+            request = plan.request
+            request.block_table += self._blocks.allocate(plan.num_new)
+            request.num_published_blocks = len(plan.cached)
+            request.num_computed_tokens = plan.num_computed_tokens
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            self._leave_window(request)
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> bool:
         """Let `child`, which has no blocks, begin with the parent's blocks of their first `num_tokens` tokens.
@@ -92,21 +110,28 @@ class BlockTables:
         child.num_cached_tokens = min(num_tokens, child.num_prompt_tokens)
         return True
 
+    def growth(self, request: Request) -> tuple[int, int | None]:
+        """What `grow` has to do: how many blocks it takes, and the request's shared block that one is a copy of."""
+        count = max(0, self._config.blocks_for(len(request.token_ids)) - len(request.block_table))
+        if self._may_write_next(request):
+            return count, None
+        return count + 1, request.block_table[request.num_computed_tokens // self._config.block_size]
+
     def grow(self, request: Request) -> bool:
         """Make room for the KV of all known tokens, in blocks that nobody else reads.
 
         If the next token goes into a shared block, the request gets a copy of it. All or nothing: on False, request
         and pool are unchanged.
         """
-        copies = not self._may_write_next(request)
-        count = max(0, self._config.blocks_for(len(request.token_ids)) - len(request.block_table))
-        if count == 0 and not copies:
+        count, shared = self.growth(request)
+        if count == 0:
             return True
-        if not self._blocks.can_allocate(count + copies):
+        if not self._blocks.can_allocate(count):
             return False
-        if copies:
+        if shared is not None:
             i = request.num_computed_tokens // self._config.block_size
-            request.block_table[i] = self._blocks.copy_on_write(request.block_table[i])
+            request.block_table[i] = self._blocks.copy_on_write(shared)
+            count -= 1
         request.block_table += self._blocks.allocate(count)
         return True
 

@@ -113,11 +113,11 @@ class Engine:
 
         A fault of model or sampler fails the requests of this batch, and no others.
         """
-        batch = self._scheduler.schedule()
+        began = self._clock()
+        batch = self._scheduler.schedule(began, self._rates.tokens_per_step)
         self._announce(batch.granted)
         if not batch.sequences:
             return StepOutput()
-        began = self._clock()
         draws = _draws(batch)
         try:
             logits = self._runner.forward(batch)  # [sequences that sample, vocab] float32

@@ -9,6 +9,8 @@ from engine.adoption import Adoption
 from engine.errors import InternalError, RequestError
 from engine.sampling_params import SamplingParams
 
+MAX_PRIORITY = 8
+
 
 class RequestKind(Enum):
     LOCAL = "local"
@@ -61,7 +63,7 @@ class Request:
     Invariant: `num_computed_tokens <= len(token_ids)`, and the KV of those tokens is in the blocks of `block_table`.
     The rest is still to be computed; that is all there is to prefill, decode, resume and recompute.
 
-    Raises `RequestError` for an empty prompt.
+    Raises `RequestError` for an empty prompt, or a priority out of range.
     """
 
     request_id: str
@@ -75,10 +77,14 @@ class Request:
     arrival: float
     """Monotonic seconds. For the waterfall; order in the queue decides who is served."""
     kind: RequestKind = RequestKind.LOCAL
+    priority: int = 0
+    """A smaller number goes first; in [-8, 8]."""
 
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     queue_number: int = field(default=0, init=False)
     """Order of acceptance; the smallest is the oldest. Preemption does not change it."""
+    level: int = field(default=0, init=False)
+    """Priority with which it was admitted: its own, or a better one if it had to wait long."""
     block_table: list[int] = field(default_factory=list, init=False)
     """Blocks that hold the KV of tokens 0, 1, ... in order; the last may be empty still (room to grow).
 
@@ -114,6 +120,9 @@ class Request:
                 "num_prompt_tokens",
                 f"must be in [1, {len(self.token_ids)}] (the tokens given), got {self.num_prompt_tokens}",
             )
+
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise RequestError("priority", f"must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {self.priority}")
 
     @property
     def num_output_tokens(self) -> int:

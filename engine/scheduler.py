@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from engine.adoption import Adoption
 from engine.batch import GrantedBlocks, ScheduledBatch, ScheduledSequence
@@ -12,9 +12,14 @@ from engine.block_hash import BlockIdentity
 from engine.block_manager import BlockManager
 from engine.block_tables import BlockTables
 from engine.config import CacheConfig, SchedulerConfig
-from engine.errors import EngineError, QueueFull, RequestError
+from engine.decision import Admission, SchedulerState, decide
+from engine.errors import EngineError, InternalError, QueueFull, RequestError
+from engine.fair_share import TenantShares, WaitingRequests
+from engine.output_lengths import OutputLengths
 from engine.request import Request, RequestKind, RequestStatus
 
+_TOKENS_PER_STEP = 64.0
+"""Assumed until it is measured; between that of a small CPU and that of a large GPU."""
 _QUEUED = (RequestStatus.WAITING, RequestStatus.RUNNING)
 
 
@@ -31,22 +36,31 @@ class QueueStats:
 
 
 class Scheduler:
-    """Continuous batching under a token budget and a block budget, first come first served.
+    """Continuous batching under a token budget and a block budget. `decide` (engine.decision) is the policy; here is
+    what it works on, and what becomes of its decisions.
 
     There is no prefill phase and no decode phase: each request has tokens known and tokens computed, and every step
     lets the second catch up with the first.
 
     Where a live request is (checked by `check_integrity`); `_live` has them all:
-      WAITING in `_waiting`, oldest first, and admitted in that order; AWAITING_KV in `_awaiting_kv`; RUNNING in
-      `_running`; HELD in none of the three.
+      WAITING in `_waiting`; AWAITING_KV in `_awaiting_kv`; RUNNING in `_running`; HELD in none of the three.
+
+    Who is admitted next: the best priority, of those the tenant that was served the fewest tokens, of its requests
+    the oldest. Nobody overtakes that one while there is no room for it. A line of requests (one tenant, one priority)
+    without a turn for `priority_step_s` competes as one of the next better priority, and so on up to the best that is
+    live. So a line of priority p has a turn, whatever comes in, (p - q) x `priority_step_s` after its last one, plus
+    the time in which the tenants that are behind it in tokens served, at the best priority q, catch up.
 
     Why there is no deadlock. A request is admitted only with blocks for all known tokens and one to grow into, so a
     prompt is never stuck half computed, and a hand-over needs nothing more from this pool. When a running request
-    must grow and no block is free, the latest-accepted running one goes back to the queue, so the oldest ends up with
-    every block that running requests hold, and it fits: larger ones are refused at the door. Only blocks that a link
-    touches (AWAITING_KV, HELD, quarantine, and PREFILL, which is never preempted) can keep the oldest waiting. None of
-    them waits for blocks, and each ends by a deadline outside: the ticket's lease, the sender's deadline, the fence
-    of the link. Meanwhile nobody is admitted, so what comes free goes to the oldest.
+    must grow and no block is free, the last in precedence (the worst priority that it was admitted with, then the
+    latest) goes back to its line, so the first in precedence ends up with every block that running requests hold, and
+    it fits: larger ones are refused at the door. It stays the first but for better priorities, which are few, and end
+    up older than any to come. Only blocks that a link touches (AWAITING_KV, HELD, quarantine, and PREFILL, which is
+    never preempted) can keep the first waiting. None of them waits for blocks, and each ends by a deadline outside:
+    the ticket's lease, the sender's deadline, the fence of the link. Meanwhile nobody is admitted, so what comes free
+    goes to the first. Growth beyond the block at admission is a forecast (`engine.growth`), which only ever defers an
+    admission while others run.
     """
 
     def __init__(
@@ -60,9 +74,12 @@ class Scheduler:
         self._config = config
         self._cache_config = cache_config
         self._max_model_len = max_model_len
+        self._pool = block_manager
         self._tables = BlockTables(cache_config, block_manager, identity)
+        self._shares = TenantShares()
+        self._lengths = OutputLengths()
         self._live: dict[str, Request] = {}
-        self._waiting: dict[str, Request] = {}
+        self._waiting = WaitingRequests()
         self._awaiting_kv: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
         self._num_accepted = 0
@@ -76,14 +93,14 @@ class Scheduler:
         Raises `RequestError` if it can never be served here, `QueueFull` if too many wait; then nothing has changed.
         """
         self._check_fits(request)
-        if len(self._waiting) >= self._config.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests are waiting, max_waiting is {self._config.max_waiting}")
+        self._check_queue(request.scope)
         if request.kind is RequestKind.DECODE:
             request.adoption = Adoption(num_tokens=len(request.token_ids))
         self._num_accepted += 1
         request.queue_number = self._num_accepted
         self._live[request.request_id] = request
-        self._waiting[request.request_id] = request
+        self._shares.enter(request.scope)
+        self._waiting.add(request)
         self._blocked = False
 
     def add_all(self, requests: Iterable[Request]) -> None:
@@ -98,24 +115,23 @@ class Scheduler:
                 self.finish(request)
             raise
 
-    def schedule(self) -> ScheduledBatch:
-        """Choose what the next step computes: decode first, then prompts, then whoever can be admitted.
+    def schedule(self, now: float, tokens_per_step: float = 0.0) -> ScheduledBatch:
+        """Choose what the next step computes, and change queues and block tables accordingly.
 
-        Changes queues and block tables accordingly. The chosen tokens count as computed once `computed` says so.
+        The chosen tokens count as computed once `computed` says so. `now`: monotonic, of the clock of
+        `Request.arrival`. `tokens_per_step`: see `engine.growth`; 0 while nobody has measured it.
         """
-        may_admit = self._make_room()
-        batch = _Batch(self._config.max_num_batched_tokens, self._tables)
-        running = _by_age(self._running)
-        for request in running:
-            if request.num_uncomputed_tokens == 1:
-                batch.take(request)
-        for request in running:
-            if request.num_uncomputed_tokens > 1:
-                batch.take(request)
-        while may_admit and (admitted := self._admit_next(batch)):
-            batch.take(admitted)
-        self._blocked = not batch.sequences
-        return ScheduledBatch(tuple(batch.sequences), tuple(batch.granted))
+        decision = decide(self._state(now, tokens_per_step or _TOKENS_PER_STEP))
+        for request in decision.preempted:
+            self._preempt(request)
+        for request in decision.growing:
+            if not self._tables.grow(request):
+                raise InternalError(f"request {request.request_id} cannot have the blocks that were planned for it")
+        self._tables.admit([admission.plan for admission in decision.admitted])
+        granted = [grant for admission in decision.admitted if (grant := self._begin(admission, now))]
+        began_at_once = any(grant.request.status is RequestStatus.RUNNING for grant in granted)
+        self._blocked = not (decision.gets_ahead or began_at_once)
+        return ScheduledBatch(decision.sequences, tuple(granted))
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
         """Let `child`, which is waiting, run at once from the KV that `parent` has of their first `num_tokens` tokens.
@@ -128,7 +144,8 @@ class Scheduler:
             return
         runs = parent.status is RequestStatus.RUNNING and num_tokens > 0
         if runs and self._tables.fork(parent, child, num_tokens):
-            del self._waiting[child.request_id]
+            child.level = parent.level
+            self._waiting.remove(child)
             self._run(child)
 
     def pin(self, name: str, scope: bytes, token_ids: Sequence[int]) -> int:
@@ -142,6 +159,8 @@ class Scheduler:
     def computed(self, sequence: ScheduledSequence) -> None:
         """The KV of a scheduled sequence's tokens is in its blocks."""
         sequence.request.num_computed_tokens += sequence.num_tokens
+        if sequence.samples:
+            self._shares.charge(sequence.request.scope, 1)
         self._tables.publish(sequence.request)
 
     def adopt(self, request: Request, ordinal: int) -> None:
@@ -185,8 +204,11 @@ class Scheduler:
 
     def finish(self, request: Request, busy_slots: Collection[int] = ()) -> None:
         """Forget a live request, wherever it is, and free its blocks. `busy_slots` stay in quarantine until `quiet`."""
+        if request.status is RequestStatus.RUNNING and request.kind is not RequestKind.PREFILL:
+            self._lengths.observe(request.num_output_tokens)
         self._leave_queues(request)
         del self._live[request.request_id]
+        self._shares.leave(request.scope)
         request.transition(RequestStatus.FINISHED)
         self._tables.free(request, busy_slots)
 
@@ -223,14 +245,15 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Re-derive the invariants of the queues, the block tables and the pool."""
         queues = (
-            (self._waiting, RequestStatus.WAITING),
-            (self._awaiting_kv, RequestStatus.AWAITING_KV),
-            (self._running, RequestStatus.RUNNING),
+            ({request.request_id for request in self._waiting}, RequestStatus.WAITING),
+            (self._awaiting_kv.keys(), RequestStatus.AWAITING_KV),
+            (self._running.keys(), RequestStatus.RUNNING),
         )
         for queue, status in queues:
             expected = {request.request_id for request in self._live.values() if request.status is status}
-            assert queue.keys() == expected, f"{status.value}: queued {sorted(queue)}, by status {sorted(expected)}"
-        assert list(self._waiting.values()) == _by_age(self._waiting), "the queue is out of order"
+            assert queue == expected, f"{status.value}: queued {sorted(queue)}, by status {sorted(expected)}"
+        self._waiting.check_integrity()
+        self._shares.check_integrity(Counter(request.scope for request in self._live.values()))
         assert len(self._running) + len(self._awaiting_kv) <= self._config.max_num_seqs
         for request in self._live.values():
             room = len(request.block_table) * self._cache_config.block_size
@@ -238,25 +261,20 @@ class Scheduler:
             assert request.status is not RequestStatus.WAITING or not request.block_table
         self._tables.check_integrity(self._live.values())
 
-    def _make_room(self) -> bool:
-        """Give each running request, oldest first, blocks for its known tokens, taking them from the latest.
-
-        Returns whether nobody had to give way or to wait; only then may others be admitted.
-        """
-        all_have_room = True
-        for request in _by_age(self._running):
-            while request.status is RequestStatus.RUNNING and not self._tables.grow(request):
-                all_have_room = False
-                victim = self._latest_preemptible()
-                if victim is None:
-                    break  # `request` is the oldest and links hold the rest: it sits this step out
-                self._preempt(victim)
-        return all_have_room
-
-    def _latest_preemptible(self) -> Request | None:
-        """Never the oldest, so that something always gets ahead; never one whose blocks a link may be reading."""
-        candidates = _by_age(self._running)[1:]
-        return next((r for r in reversed(candidates) if r.kind is not RequestKind.PREFILL), None)
+    def _state(self, now: float, tokens_per_step: float) -> SchedulerState:
+        return SchedulerState(
+            config=self._config,
+            now=now,
+            running=self._running.values(),
+            awaiting_kv=self._awaiting_kv.values(),
+            lines=self._waiting.lines,
+            served=self._shares.served,
+            best_priority=min((request.priority for request in self._live.values()), default=0),
+            tables=self._tables,
+            pool=self._pool,
+            lengths=self._lengths,
+            tokens_per_step=tokens_per_step,
+        )
 
     def _preempt(self, request: Request) -> None:
         """Free the blocks and compute all again later, from whatever the prefix cache keeps. Its tokens stay."""
@@ -266,28 +284,24 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._num_preemptions += 1
-        self._waiting[request.request_id] = request
-        self._waiting = {waiting.request_id: waiting for waiting in _by_age(self._waiting)}
+        self._waiting.add(request)
 
-    def _admit_next(self, batch: _Batch) -> Request | None:
-        """Give the first in the queue its blocks, or return None: nobody overtakes it."""
-        request = next((request for request in self._waiting.values() if not request.draws_along), None)
-        if request is None or len(self._running) + len(self._awaiting_kv) >= self._config.max_num_seqs:
-            return None
+    def _begin(self, admission: Admission, now: float) -> GrantedBlocks | None:
+        """The request has its blocks: run it, or let a link bring what is missing."""
+        request = admission.plan.request
+        self._waiting.take_turn(request, now)
+        request.level = admission.level
+        if request.num_preemptions == 0:
+            self._shares.charge(request.scope, request.num_uncomputed_tokens)
         adoption = request.adoption
-        if adoption is None and batch.budget == 0:
-            return None  # later it may find more of its prompt in the cache
-        if not self._tables.admit(request):
-            return None
-        del self._waiting[request.request_id]
         if adoption is None:
             self._run(request)
-        else:
-            request.transition(RequestStatus.AWAITING_KV)
-            self._awaiting_kv[request.request_id] = request
-            batch.granted.append(GrantedBlocks(request, self._tables.open_transfer(request, adoption)))
-            self._settle(request, adoption)
-        return request
+            return None
+        request.transition(RequestStatus.AWAITING_KV)
+        self._awaiting_kv[request.request_id] = request
+        granted = GrantedBlocks(request, self._tables.open_transfer(request, adoption))
+        self._settle(request, adoption)
+        return granted
 
     def _settle(self, request: Request, adoption: Adoption) -> None:
         """Take stock of what is resident, and run the request if it waits for nothing more.
@@ -312,8 +326,11 @@ class Scheduler:
         self._running[request.request_id] = request
 
     def _leave_queues(self, request: Request) -> None:
-        for queue in (self._waiting, self._awaiting_kv, self._running):
-            queue.pop(request.request_id, None)
+        if request.status is RequestStatus.WAITING:
+            self._waiting.remove(request)
+        else:
+            self._awaiting_kv.pop(request.request_id, None)
+            self._running.pop(request.request_id, None)
         self._blocked = False
 
     def _check_fits(self, request: Request) -> None:
@@ -336,33 +353,23 @@ class Scheduler:
                 + (f", of which {num_pinned} are pinned" if num_pinned else ""),
             )
 
+    def _check_queue(self, scope: bytes) -> None:
+        """The last eighth of the queue is for tenants that have less than an equal share of it: a flood of one leaves
+        the others a way in."""
+        num_waiting, limit = len(self._waiting), self._config.max_waiting
+        num_kept = limit // 8
+        if num_waiting >= limit:
+            raise QueueFull(f"{num_waiting} requests are waiting, max_waiting is {limit}")
+        num_own = self._waiting.num_of(scope)
+        if num_waiting >= limit - num_kept and num_own * max(1, self._waiting.num_tenants) >= num_waiting:
+            raise QueueFull(
+                f"{num_waiting} requests are waiting, {num_own} of them of this tenant; the last {num_kept} places of "
+                f"max_waiting {limit} are for others"
+            )
+
     def _blocks_needed(self, request: Request) -> int:
         """At worst."""
         return self._cache_config.blocks_for(request.max_kv_tokens)
-
-
-class _Batch:
-    """A step's decision while it is being made."""
-
-    def __init__(self, budget: int, tables: BlockTables) -> None:
-        self.budget = budget
-        self.sequences: list[ScheduledSequence] = []
-        self.granted: list[GrantedBlocks] = []
-        self._tables = tables
-
-    def take(self, request: Request) -> None:
-        """As many of the request's uncomputed tokens as budget and blocks allow; none unless it is running."""
-        if request.status is not RequestStatus.RUNNING:
-            return
-        count = min(request.num_uncomputed_tokens, self.budget, self._tables.room(request))
-        if count > 0:
-            self.budget -= count
-            self.sequences.append(ScheduledSequence(request, count, count == request.num_uncomputed_tokens))
-
-
-def _by_age(queue: dict[str, Request]) -> list[Request]:
-    """Oldest first."""
-    return sorted(queue.values(), key=attrgetter("queue_number"))
 
 
 def _kv_will_come(request: Request) -> bool:

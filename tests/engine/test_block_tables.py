@@ -34,14 +34,16 @@ def test_admission_gives_no_growth_block_to_a_request_that_cannot_fill_it(tables
     assert len(tables.admit(PROMPT, kind=RequestKind.PREFILL).block_table) == 3
 
 
-def test_a_failed_admission_changes_nothing(tables: TableModel) -> None:
+def test_a_plan_changes_nothing(tables: TableModel) -> None:
     done = tables.admit(PROMPT)
     tables.compute(done)
     tables.free(done)
     tables.admit(list(range(100, 128)))  # 8 of 12 blocks; 2 of the others are cached
     before = tables.pool.stats()
     request = make_request(PROMPT + list(range(50, 60)))  # 2 cached, 4 more of which 2 are free
-    assert not tables.tables.admit(request)
+    plan = tables.tables.plan(request)
+    assert (len(plan.cached), plan.num_new, plan.num_computed_tokens) == (2, 4, 8)
+    assert not tables.try_admit(request)
     assert tables.pool.stats() == before
     assert request.block_table == []
     assert request.num_computed_tokens == 0
@@ -64,8 +66,7 @@ def test_the_block_of_the_last_token_is_never_taken_from_the_cache(tables: Table
 def test_another_scope_finds_nothing(tables: TableModel) -> None:
     tables.compute(tables.admit(PROMPT))
     other = make_request(PROMPT, scope=b"other")
-    assert tables.tables.admit(other)
-    tables.holding.append(other)
+    assert tables.try_admit(other)
     assert other.num_cached_tokens == 0
 
 

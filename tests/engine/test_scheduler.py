@@ -29,7 +29,7 @@ class Policy:
 
     def step(self) -> list[tuple[Request, int]]:
         """Who computed how many tokens."""
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(0.0)
         self.scheduler.check_integrity()
         self._compute(batch)
         self.scheduler.check_integrity()

@@ -40,10 +40,12 @@ class TableModel:
         self.holding: list[Request] = []
 
     def try_admit(self, request: Request) -> bool:
-        admitted = self.tables.admit(request)
-        if admitted:
-            self.holding.append(request)
-        return admitted
+        plan = self.tables.plan(request)
+        if not self.pool.can_allocate(plan.num_new, keeping=plan.cached):
+            return False
+        self.tables.admit([plan])
+        self.holding.append(request)
+        return True
 
     def admit(
         self,
@@ -95,8 +97,11 @@ class TableModel:
         """No block lost, and every request finds in its blocks just what it, or an equal one, has written."""
         self.tables.check_integrity(self.holding)
         size = self.config.block_size
+        window = self.config.sliding_window or self.config.num_blocks * size
         for request in self.holding:
-            for position in range(request.num_released_blocks * size, request.num_computed_tokens):
+            given_back = request.num_released_blocks * size
+            assert given_back <= max(0, request.num_computed_tokens + 1 - window), "the next token looks further back"
+            for position in range(given_back, request.num_computed_tokens):
                 block, offset = divmod(position, size)
                 found = self.memory[request.block_table[block]][offset]
                 assert found == tuple(request.token_ids[: position + 1]), f"{request.request_id} reads another's KV"

@@ -12,8 +12,7 @@ from engine.request import Request
 class BlockLedger:
     """Adds and subtracts planned growth, preemption and admission. Reads pool and tables, changes neither.
 
-    Exact, with one reservation: a planned admission may find some blocks of its prefix evicted by the time it is
-    carried out, unless all planned prefixes are taken hold of before anything is allocated.
+    Exact, if what is planned is carried out so that cached prefixes are taken hold of before anything is allocated.
     """
 
     def __init__(self, tables: BlockTables, pool: BlockManager) -> None:

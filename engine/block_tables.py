@@ -73,22 +73,20 @@ class BlockTables:
         )
         return AdmissionPlan(request, tuple(cached), num_blocks - len(cached), len(cached) * self._config.block_size)
 
-    def admit(self, plans: Sequence[AdmissionPlan]) -> None:
-        """Carry out plans that fit, made since the pool last changed.
+    def hold(self, plan: AdmissionPlan) -> None:
+        """Begin an admission: take hold of the cached prefix, before anything is allocated that could evict it."""
+        self._blocks.acquire(plan.cached)
+        plan.request.block_table = list(plan.cached)
 
-        Takes hold of all cached prefixes before it allocates, so that none of them is evicted.
-        """
-        for plan in plans:
-            self._blocks.acquire(plan.cached)
-            plan.request.block_table = list(plan.cached)
-        for plan in plans:
-            request = plan.request
-            request.block_table += self._blocks.allocate(plan.num_new)
-            request.num_published_blocks = len(plan.cached)
-            request.num_computed_tokens = plan.num_computed_tokens
-            if request.num_preemptions == 0:
-                request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-            self._leave_window(request)
+    def fill(self, plan: AdmissionPlan) -> None:
+        """End an admission: allocate the other blocks. Those of the prefix count as computed."""
+        request = plan.request
+        request.block_table += self._blocks.allocate(plan.num_new)
+        request.num_published_blocks = len(plan.cached)
+        request.num_computed_tokens = plan.num_computed_tokens
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._leave_window(request)
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> bool:
         """Let `child`, which has no blocks, begin with the parent's blocks of their first `num_tokens` tokens.

@@ -12,8 +12,7 @@ from engine.block_manager import BlockManager
 from engine.block_tables import AdmissionPlan, BlockTables
 from engine.config import SchedulerConfig
 from engine.fair_share import Line
-from engine.growth import Stream, preemption_pays, steps_until_full
-from engine.output_lengths import OutputLengths
+from engine.growth import GrowthPolicy, Stream
 from engine.request import Request, RequestKind
 
 
@@ -34,9 +33,9 @@ class SchedulerState:
     """Of all live requests."""
     tables: BlockTables
     pool: BlockManager
-    lengths: OutputLengths
+    growth: GrowthPolicy
     tokens_per_step: float
-    """Tokens that prefill computes in the time in which a step computes one token of one sequence."""
+    """Tokens that prefill computes in the time that a step takes beside its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +47,12 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """To be carried out in this order."""
-
     preempted: tuple[Request, ...] = ()
-    """Give up their blocks, the last in precedence first."""
+    """Give up their blocks, the last in precedence first, before anybody gets any."""
     growing: tuple[Request, ...] = ()
-    """Get blocks for all known tokens."""
+    """Get blocks for all known tokens, in this order."""
     admitted: tuple[Admission, ...] = ()
-    """All take hold of their cached prefixes, then all get their other blocks."""
+    """Take hold of their cached prefixes before anything is allocated; get their other blocks last."""
     sequences: tuple[ScheduledSequence, ...] = ()
 
     @property
@@ -118,7 +115,7 @@ def _admit(state: SchedulerState, ledger: BlockLedger, batch: _Batch) -> Iterato
     if len(live) >= state.config.max_num_seqs:
         return
     queue = _Queue(state)
-    forecast: _Forecast | None = None
+    growth: _Growth | None = None
     while len(live) < state.config.max_num_seqs and (request := queue.first) is not None:
         if request.adoption is None and batch.budget == 0:
             break  # later it may find more of its prompt in the cache
@@ -126,21 +123,20 @@ def _admit(state: SchedulerState, ledger: BlockLedger, batch: _Batch) -> Iterato
         num_left = ledger.num_allocatable - ledger.cost(plan)
         if num_left < 0:
             break
-        forecast = forecast or _Forecast(state, live, ledger)
-        if not forecast.allows(plan, num_left):
+        growth = growth or _Growth(state, ledger, live)
+        if not growth.allows(plan, num_left):
             break
         ledger.admit(plan)
-        forecast.add(plan)
         if request.adoption is None:
             batch.take(request, len(request.token_ids) - plan.num_computed_tokens)
         live.append(request)
         yield Admission(plan, queue.take(plan))
 
 
-class _Forecast:
-    """How those that run, and those admitted with this decision, are going to grow."""
+class _Growth:
+    """What is asked of the growth policy: about those that run, and those admitted with this decision."""
 
-    def __init__(self, state: SchedulerState, live: Collection[Request], ledger: BlockLedger) -> None:
+    def __init__(self, state: SchedulerState, ledger: BlockLedger, live: Sequence[Request]) -> None:
         """`live`: admitted before this decision."""
         self._state = state
         self._block_size = size = state.tables.block_size
@@ -150,27 +146,24 @@ class _Forecast:
             if r.kind is not RequestKind.PREFILL
         ]
 
-    def allows(self, plan: AdmissionPlan, num_left: int) -> bool:
-        """Whether it is worth while to admit one more, which leaves `num_left` blocks."""
-        if not self._streams:
+    def allows(self, plan: AdmissionPlan, num_free: int) -> bool:
+        """Whether it is worth while to admit a request too, which leaves `num_free` blocks. Then count it in.
+
+        One that only computes its prompt does not grow, and is never preempted: it needs to fit, no more.
+        """
+        if plan.request.kind is RequestKind.PREFILL:
             return True
-        streams = self._streams if plan.request.kind is RequestKind.PREFILL else [*self._streams, self._planned(plan)]
-        num_steps = steps_until_full(streams, num_left, self._block_size)
-        num_tokens = len(plan.request.token_ids)
-        return preemption_pays(num_steps, num_tokens, len(self._streams), self._state.tokens_per_step)
-
-    def add(self, plan: AdmissionPlan) -> None:
-        if plan.request.kind is not RequestKind.PREFILL:
-            self._streams.append(self._planned(plan))
-
-    def _planned(self, plan: AdmissionPlan) -> Stream:
-        return self._stream(plan.request, len(plan.cached) + plan.num_new, len(plan.cached))
+        num_shared = len(plan.cached)
+        added = self._stream(plan.request, num_shared + plan.num_new, num_shared)
+        growth, tokens_per_step = self._state.growth, self._state.tokens_per_step
+        if self._streams and not growth.allows(self._streams, added, num_free, tokens_per_step):
+            return False
+        self._streams.append(added)
+        return True
 
     def _stream(self, request: Request, num_blocks: int, num_shared: int) -> Stream:
-        num_output = request.num_output_tokens
-        end = min(self._state.lengths.forecast(num_output), request.params.max_tokens)
-        num_own = len(request.token_ids) - num_shared * self._block_size
-        return Stream(num_own, num_blocks - num_shared, max(1, end - num_output))
+        num_tokens = len(request.token_ids) - num_shared * self._block_size
+        return Stream(num_tokens, num_blocks - num_shared, self._state.growth.tokens_to_come(request))
 
 
 class _Queue:

@@ -15,7 +15,7 @@ from engine.config import CacheConfig, SchedulerConfig
 from engine.decision import Admission, SchedulerState, decide
 from engine.errors import EngineError, InternalError, QueueFull, RequestError
 from engine.fair_share import TenantShares, WaitingRequests
-from engine.output_lengths import OutputLengths
+from engine.growth import GrowthPolicy, LearntGrowth
 from engine.request import Request, RequestKind, RequestStatus
 
 _TOKENS_PER_STEP = 64.0
@@ -70,6 +70,7 @@ class Scheduler:
         block_manager: BlockManager,
         identity: BlockIdentity,
         max_model_len: int,
+        growth: GrowthPolicy | None = None,
     ) -> None:
         self._config = config
         self._cache_config = cache_config
@@ -77,7 +78,7 @@ class Scheduler:
         self._pool = block_manager
         self._tables = BlockTables(cache_config, block_manager, identity)
         self._shares = TenantShares()
-        self._lengths = OutputLengths()
+        self._growth = growth or LearntGrowth(cache_config.block_size)
         self._live: dict[str, Request] = {}
         self._waiting = WaitingRequests()
         self._awaiting_kv: dict[str, Request] = {}
@@ -124,10 +125,13 @@ class Scheduler:
         decision = decide(self._state(now, tokens_per_step or _TOKENS_PER_STEP))
         for request in decision.preempted:
             self._preempt(request)
+        for admission in decision.admitted:
+            self._tables.hold(admission.plan)
         for request in decision.growing:
             if not self._tables.grow(request):
                 raise InternalError(f"request {request.request_id} cannot have the blocks that were planned for it")
-        self._tables.admit([admission.plan for admission in decision.admitted])
+        for admission in decision.admitted:
+            self._tables.fill(admission.plan)
         granted = [grant for admission in decision.admitted if (grant := self._begin(admission, now))]
         began_at_once = any(grant.request.status is RequestStatus.RUNNING for grant in granted)
         self._blocked = not (decision.gets_ahead or began_at_once)
@@ -205,7 +209,7 @@ class Scheduler:
     def finish(self, request: Request, busy_slots: Collection[int] = ()) -> None:
         """Forget a live request, wherever it is, and free its blocks. `busy_slots` stay in quarantine until `quiet`."""
         if request.status is RequestStatus.RUNNING and request.kind is not RequestKind.PREFILL:
-            self._lengths.observe(request.num_output_tokens)
+            self._growth.observe(request.num_output_tokens)
         self._leave_queues(request)
         del self._live[request.request_id]
         self._shares.leave(request.scope)
@@ -272,7 +276,7 @@ class Scheduler:
             best_priority=min((request.priority for request in self._live.values()), default=0),
             tables=self._tables,
             pool=self._pool,
-            lengths=self._lengths,
+            growth=self._growth,
             tokens_per_step=tokens_per_step,
         )
 

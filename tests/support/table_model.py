@@ -43,7 +43,8 @@ class TableModel:
         plan = self.tables.plan(request)
         if not self.pool.can_allocate(plan.num_new, keeping=plan.cached):
             return False
-        self.tables.admit([plan])
+        self.tables.hold(plan)
+        self.tables.fill(plan)
         self.holding.append(request)
         return True
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from engine.chat_template import ChatMessage, ChatTemplate
 from engine.errors import ModelError, RequestError
@@ -37,6 +40,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_of_char = _byte_level_alphabet() if byte_level else None
+        self._sizes = _sizes(backend) if byte_level else None
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
@@ -63,6 +67,16 @@ class Tokenizer:
         surrogates.
         """
         return self._encode(text, field="prompt", add_special_tokens=True)
+
+    def fewest_tokens(self, text: bytes) -> int:
+        """A number of tokens that `encode` cannot stay below for this UTF-8 text, found without tokenizing it.
+
+        0 for a vocabulary whose entries say nothing of the length of texts, or behind a step that may shrink them (a
+        normaliser, dropped spaces).
+        """
+        if self._sizes is None:
+            return 0
+        return -(-len(text.translate(None, self._sizes.lost)) // self._sizes.max_token_bytes)
 
     def render_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> str:
         """The conversation as one text. Raises `RequestError` (field `messages`)."""
@@ -173,6 +187,40 @@ def _is_byte_level(tokenizer_fields: dict[str, Any]) -> bool:
     decoder = tokenizer_fields.get("decoder") or {}
     steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     return [step.get("type") for step in steps] == ["ByteLevel"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of a byte-level vocabulary on whose way nothing but single bytes gets lost."""
+
+    max_token_bytes: int
+    """Of text, for one token."""
+    lost: bytes
+    """Bytes that the vocabulary has no entry for; the library passes over them."""
+
+
+def _sizes(backend: HuggingFaceTokenizer) -> _Sizes | None:
+    if backend.normalizer is not None or not _keeps_all(backend.pre_tokenizer):
+        return None
+    added = backend.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    vocab = backend.get_vocab(with_added_tokens=False)
+    longest = max(*map(len, vocab), *(len(token.content.encode()) for token in added), 1)
+    return _Sizes(longest, bytes(byte for char, byte in _byte_level_alphabet().items() if char not in vocab))
+
+
+def _keeps_all(pre_tokenizer: PreTokenizer | None) -> bool:
+    """Whether it is one of those that are known to drop nothing."""
+    if pre_tokenizer is None:
+        return False
+    fields = json.loads(pre_tokenizer.__getstate__())
+    for step in fields.get("pretokenizers", [fields]):
+        if step["type"] == "Split" and step["behavior"] == "Removed":
+            return False
+        if step["type"] not in ("ByteLevel", "Digits", "Split"):
+            return False
+    return True
 
 
 def _byte_level_alphabet() -> dict[str, int]:

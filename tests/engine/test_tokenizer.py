@@ -11,8 +11,8 @@ from golden import golden_records
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_gguf import TinyGguf
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 
 from engine.errors import ModelError, RequestError
@@ -267,3 +267,43 @@ def test_the_real_tokenizer_splits_numbers_into_digits(smollm2_folder: Path) -> 
         "2",
         "4",
     ]
+
+
+@given(text=st.text(max_size=200))
+def test_no_text_has_fewer_tokens_than_its_bytes_demand(byte_level: Tokenizer, text: str) -> None:
+    assert byte_level.fewest_tokens(text.encode()) <= len(byte_level.encode(text))
+
+
+def test_a_long_text_is_known_to_have_many_tokens_before_it_is_tokenized(byte_level: Tokenizer) -> None:
+    longest = max(len(byte_level.decode([token_id]).encode()) for token_id in range(byte_level.vocab_size))
+
+    assert byte_level.fewest_tokens(b"x" * 100_000) > 100_000 // (longest + 20)
+
+
+@pytest.mark.parametrize("shrinks", ["normalizer", "pre_tokenizer", "added_token"])
+def test_nothing_is_claimed_of_a_text_that_may_shrink_on_the_way(tmp_path: Path, shrinks: str) -> None:
+    backend = byte_alphabet()
+    if shrinks == "normalizer":
+        backend.normalizer = normalizers.Strip()
+    if shrinks == "pre_tokenizer":
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), backend.pre_tokenizer])
+    if shrinks == "added_token":
+        backend.add_tokens([AddedToken("<gap>", lstrip=True)])
+
+    assert save_and_load(backend, tmp_path).fewest_tokens(b" " * 1000) == 0
+
+
+def test_bytes_that_the_vocabulary_lacks_are_not_counted(tmp_path: Path) -> None:
+    tokenizer = save_and_load(byte_alphabet(without="Ą"), tmp_path)
+
+    assert tokenizer.encode("\x04" * 9 + "ab") == tokenizer.encode("ab")
+    assert tokenizer.fewest_tokens(b"\x04" * 9 + b"ab") == 2
+
+
+def byte_alphabet(without: str = "") -> Backend:
+    """Every byte a token, but for the one that the character `without` stands for."""
+    chars = [char for char in sorted(pre_tokenizers.ByteLevel.alphabet()) if char != without]
+    backend = Backend(BPE(vocab={char: n for n, char in enumerate(chars)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend

@@ -26,7 +26,8 @@ from engine.model_store import pull_model
 def pull(name: str, model_dir: Path | None, as_json: bool) -> None:
     """Get the model NAME: an alias such as smollm2-135m, a Hugging Face id, a folder or a GGUF file.
 
-    Prints the folder that holds it afterwards. A model that is already there is not fetched again.
+    Prints the folder that holds it afterwards. A model that is already there is checked, and made again only if it is
+    damaged.
     """
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

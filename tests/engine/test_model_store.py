@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from tiny_gguf import TinyGguf
 from engine import model_store
 from engine.errors import ModelError
 from engine.model_config import DIGEST_FILE, load_model_config
+from engine.model_files import MANIFEST_FILE
 from engine.model_hub import fetch_from_hub
 from engine.model_store import pull_model, resolve_model
 
 FILES = {
     DIGEST_FILE,
+    MANIFEST_FILE,
     "config.json",
     "generation_config.json",
     "model.safetensors",
@@ -51,9 +53,15 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 def safetensors_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "plain"
     folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+    for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text("{}")
+    (folder / "model.safetensors").write_bytes(safetensors(b"\1\2\3\4"))
     return folder
+
+
+def safetensors(data: bytes) -> bytes:
+    header = json.dumps({"x": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
+    return len(header).to_bytes(8, "little") + header + data
 
 
 def quiet(stage: str, share: float) -> None:
@@ -196,6 +204,63 @@ def test_a_pull_that_another_one_overtakes_returns_the_others_folder(gguf: Path,
     assert load_model_config(folder).num_layers == 2
 
 
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def flip_last_byte(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "cut weights": lambda folder: cut(folder / "model.safetensors"),
+    "other weights": lambda folder: flip_last_byte(folder / "model.safetensors"),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "other settings": lambda folder: flip_last_byte(folder / "config.json"),
+    "cut manifest": lambda folder: cut(folder / MANIFEST_FILE),
+    "no manifest": lambda folder: (folder / MANIFEST_FILE).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_pull_makes_a_damaged_folder_again(gguf: Path, cache: Path, damage: str) -> None:
+    folder = resolve_model(str(gguf), cache)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != DIGEST_FILE}
+    DAMAGES[damage](folder)
+
+    assert pull_model(str(gguf), cache, quiet) == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != DIGEST_FILE} == whole
+
+
+def test_pull_leaves_a_whole_folder_as_it_is(gguf: Path, cache: Path) -> None:
+    folder = resolve_model(str(gguf), cache)
+    before = folder.stat().st_ino
+
+    assert pull_model(str(gguf), cache, quiet) == folder
+    assert folder.stat().st_ino == before
+
+
+@pytest.mark.parametrize("damage", ["cut weights", "no tokenizer", "cut manifest"])
+def test_a_damaged_folder_of_ours_is_refused_before_it_is_loaded(gguf: Path, cache: Path, damage: str) -> None:
+    DAMAGES[damage](resolve_model(str(gguf), cache))
+
+    with pytest.raises(ModelError, match=rf"to have it made again, run: kvrelay pull {re.escape(str(gguf))}$"):
+        resolve_model(str(gguf), cache)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\2\0\0\0\0\0\0\0[]", safetensors(b"1234")[:-1]])
+def test_a_damaged_file_of_the_users_own_folder_is_named(safetensors_folder: Path, cache: Path, content: bytes) -> None:
+    damaged = safetensors_folder / "model.safetensors"
+    damaged.write_bytes(content)
+
+    with pytest.raises(ModelError, match=rf"^{re.escape(str(damaged))} is damaged: .*; get this file again$"):
+        resolve_model(str(safetensors_folder), cache)
+    with pytest.raises(ModelError, match="get this file again"):
+        pull_model(str(safetensors_folder), cache, quiet)
+
+
 @pytest.mark.processes
 def test_two_processes_that_pull_at_once_get_one_whole_folder(gguf: Path, cache: Path) -> None:
     code = (
@@ -263,7 +328,7 @@ def test_the_built_in_names_mean_one_folder(smollm2_folder: Path, name: str) -> 
 HUB_MODEL = {
     "config.json": b"{}",
     "tokenizer.json": b'{"model": {}}',  # the hub keeps equal files once
-    "model.safetensors": bytes(5000),
+    "model.safetensors": safetensors(bytes(5000)),
     "consolidated.safetensors": b"the same again",
     "original/params.json": b"{}",
     "README.md": b"# a model",
@@ -278,7 +343,7 @@ def test_a_hub_model_is_downloaded_without_what_is_not_needed(tmp_path: Path) ->
         )
 
     assert sorted(downloads) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert (folder / "model.safetensors").read_bytes() == bytes(5000)
+    assert (folder / "model.safetensors").read_bytes() == HUB_MODEL["model.safetensors"]
     assert shares
     assert all(0.0 <= share <= 1.0 for share in shares)
 
@@ -288,6 +353,26 @@ def test_a_downloaded_hub_model_is_found_again_without_a_connection(tmp_path: Pa
         online = fetch_from_hub("org/name", None, quiet, endpoint=endpoint, cache_dir=tmp_path)
 
     assert fetch_from_hub("org/name", None, quiet, endpoint=endpoint, cache_dir=tmp_path) == online
+
+
+def test_a_cut_download_is_told_by_resolve_and_fetched_again_by_pull(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_hub("org/name", HUB_MODEL) as (endpoint, downloads):
+
+        def fetch(repo: str, variant: str | None, progress: Any) -> Path:
+            return fetch_from_hub(repo, variant, progress, endpoint=endpoint, cache_dir=tmp_path / "hub")
+
+        monkeypatch.setattr("engine.model_hub.fetch_from_hub", fetch)
+        folder = resolve_model("org/name", cache)
+        cut(folder / "model.safetensors")
+        with pytest.raises(ModelError, match=r"is damaged: .*; run: kvrelay pull org/name$"):
+            resolve_model("org/name", cache)
+
+        assert pull_model("org/name", cache, quiet) == folder
+
+    assert (folder / "model.safetensors").read_bytes() == HUB_MODEL["model.safetensors"]
+    assert downloads.count("model.safetensors") == 2
 
 
 def test_a_hub_repository_with_one_gguf_file_gives_that(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
@@ -109,9 +109,14 @@ class _Ticket:
 
     def writing(self) -> frozenset[int]:
         """Slots, not ordinals."""
-        return frozenset(
-            self.blocks[ordinal].slot for ordinal, state in self.states.items() if state is BlockState.WRITING
-        )
+        return self._slots(lambda state: state is BlockState.WRITING)
+
+    def unadopted(self) -> frozenset[int]:
+        """Slots of the blocks that are still to come, or coming."""
+        return self._slots(lambda state: state is not BlockState.ADOPTED)
+
+    def _slots(self, wanted: Callable[[BlockState], bool]) -> frozenset[int]:
+        return frozenset(self.blocks[ordinal].slot for ordinal, state in self.states.items() if wanted(state))
 
 
 class ReservationTable:
@@ -119,8 +124,9 @@ class ReservationTable:
 
     Invariants, checked by `check_integrity`:
       1. A block is WRITING if and only if exactly one grant on it is open.
-      2. A slot belongs to at most one ticket that is open or has a grant on that slot; a slot is not offered again
-         (`open` refuses it) before it is quiet.
+      2. A slot belongs to at most one ticket: an open one that still expects its block, or one that has a grant on
+         it. A slot is not offered again (`open` refuses it) before it is quiet. That of an adopted block is: it is
+         the engine's, who may have given it to another request while the ticket waits for its other blocks.
       3. opened = closed + expired + open.
       4. Every open ticket that misses a block has exactly one entry in the lease heap, not later than its lease.
 
@@ -211,6 +217,7 @@ class ReservationTable:
                 return WriteOutcome.REFUSED
             ticket.states[grant.ordinal] = BlockState.ADOPTED
             ticket.adopted += 1
+            del self._claimed[grant.slot]
             self._counts["adopted"] += 1
             return WriteOutcome.ADOPTED
 
@@ -290,7 +297,7 @@ class ReservationTable:
             claimed = [
                 (slot, ticket.ticket_id)
                 for ticket in tickets
-                for slot in (ticket.writing() if ticket.over else {block.slot for block in ticket.blocks.values()})
+                for slot in (ticket.writing() if ticket.over else ticket.unadopted())
             ]
             assert len(dict(claimed)) == len(claimed), "a slot belongs to two tickets"
             assert dict(claimed) == self._claimed, "claimed slots are not those of the tickets"
@@ -335,9 +342,8 @@ class ReservationTable:
         del self._open[ticket.ticket_id]
         self._counts[how] += 1
         writing = ticket.writing()
-        for block in ticket.blocks.values():
-            if block.slot not in writing:
-                del self._claimed[block.slot]
+        for slot in ticket.unadopted() - writing:
+            del self._claimed[slot]
         if writing:
             self._ending[ticket.ticket_id] = ticket
 

@@ -160,6 +160,25 @@ async def test_a_resumed_request_continues_at_the_next_index(worker: DecodeWorke
     assert await router.tokens(4) == OUTPUT[4:]
 
 
+async def test_a_slot_that_became_free_because_its_content_was_here_already_is_granted_again(
+    worker: DecodeWorker, router: Router
+) -> None:
+    await router.send(reserve=reserve("a"))
+    ticket = (await router.expect("reserved")).ticket
+    await router.send(reserve=reserve("b", compute_here=True))  # the same prompt: its blocks are found by hash first
+    await router.expect("reserved")
+    await router.tokens(8)
+    await router.expect("ended")
+    end_write(worker, begin_write(worker, ticket, 0))
+    await worker.check_integrity()  # the engine has heard of it, and uses the block that was here
+
+    await router.send(reserve=reserve("c", list(range(300, 304))))
+
+    assert (await router.expect("reserved")).ticket.slots[0] == ticket.slots[0]
+    await router.cancel("a")
+    await router.cancel("c")
+
+
 async def test_one_step_is_one_message_for_each_router() -> None:
     model = PausingModel()
     worker = DecodeWorker(make_config(), make_parts(model, max_num_batched_tokens=64))

@@ -57,6 +57,19 @@ def test_a_block_that_came_damaged_is_expected_again(table: ReservationTable) ->
     assert table.stats().refused == {"DigestMismatch": 1}
 
 
+def test_the_slot_of_an_adopted_block_may_be_in_other_hands_before_its_ticket_ends(table: ReservationTable) -> None:
+    """The engine gives it back at once where it has found another block with the same content."""
+    table.open("t", expected(10, 11), lease_until=2.0)
+    table.end_write(begin(table, "t", 0, 10), ok=True)
+    table.open("u", expected(10, generation=2), lease_until=2.0)
+    grant = begin(table, "u", 0, 10, generation=2)
+
+    with pytest.raises(DuplicateBlock):
+        begin(table, "t", 0, 10)
+    assert table.close("t") == frozenset()
+    assert table.end_write(grant, ok=True) is WriteOutcome.ADOPTED
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [

@@ -86,7 +86,11 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Ids of a conversation, ready for the model's answer. The template writes every special token itself."""
-        return self._encode(self.render_chat(messages), field="messages", add_special_tokens=False)
+        return self.encode_rendered(self.render_chat(messages))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of what `render_chat` gave."""
+        return self._encode(text, field="messages", add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens. Ids outside the vocabulary give no text.

@@ -57,6 +57,11 @@ class RouterConfig:
 
     max_request_bytes: int = 8 * MIB
     """Of a client's message."""
+    max_prompt_bytes: int = MIB
+    """Of a prompt's text, or of all texts of a chat; more is refused before it is tokenized, and so is less that cannot
+    have as few tokens as the model takes."""
+    tokenizer_processes: int = 2
+    """Long prompts that are tokenized at once. Each process is started when it is first needed, and then kept."""
     max_worker_message_bytes: int = 16 * MIB
     keepalive_s: float = 30.0
     """Pings on client connections, so that a client that vanished without a word is noticed."""
@@ -92,6 +97,8 @@ _COUNTS = (
     "explain_capacity",
     "max_outbox",
     "max_request_bytes",
+    "max_prompt_bytes",
+    "tokenizer_processes",
     "max_worker_message_bytes",
 )
 _SECONDS = (

@@ -40,6 +40,7 @@ from router.client_stream import ClientStream, Emit, FinishReason
 from router.config import RouterConfig
 from router.explain import History, RequestRecord
 from router.policy import PlacementRequest, PricedPair, price_pairs
+from router.prompts import Prompts
 from router.registry import Registry
 from router.request import GenerationRequest
 from router.served_model import ServedModel
@@ -53,8 +54,6 @@ SCOPE = b""
 """Tenant scope of every request, as long as clients are not authenticated."""
 NO_WORKER_SHARE = 0.9
 """Of the time that is left, how much the wait for a worker may take, so that the client still learns why."""
-INLINE_TOKENIZE_BYTES = 16 * 1024
-"""Longer messages are tokenized off the event loop, where they would delay every stream."""
 
 
 @dataclass(slots=True)
@@ -90,6 +89,7 @@ class Dispatcher:
     ) -> None:
         self.admission = Admission(config.max_live_requests)
         self.history = History(config.explain_capacity)
+        self.prompts = Prompts(config, model)
         self._config = config
         self._model = model
         self._registry = registry
@@ -97,6 +97,10 @@ class Dispatcher:
         self._draw_seed = draw_seed
         self._attempts = itertools.count(1)
         self._since = clock()
+
+    def close(self) -> None:
+        """Once no call is served any more."""
+        self.prompts.close()
 
     def uptime_ms(self) -> int:
         return round((self._clock() - self._since) * 1000)
@@ -112,7 +116,7 @@ class Dispatcher:
         timeout_s = self._config.default_timeout_s if timeout_s is None else timeout_s
         with self.admission.admit(request_id) as live, self.history.record(request_id) as record:
             async with live.within(timeout_s):
-                request = await self._read(message, request_id)
+                request = await self._read(message, live)
                 stream = ClientStream(
                     request, IncrementalDetokenizer(self._model.tokenizer), waterfall, emit, self._clock
                 )
@@ -120,12 +124,10 @@ class Dispatcher:
                 waterfall.admitted(self._clock())
                 await self._serve(_Job(live, request, stream, waterfall, record))
 
-    async def _read(self, message: router_pb2.GenerateRequest, request_id: str) -> GenerationRequest:
-        arguments = (message, request_id, self._model, self._draw_seed)
-        if message.ByteSize() > INLINE_TOKENIZE_BYTES:
-            request = await asyncio.to_thread(validate.read_request, *arguments)
-        else:
-            request = validate.read_request(*arguments)
+    async def _read(self, message: router_pb2.GenerateRequest, live: LiveRequest) -> GenerationRequest:
+        params = validate.read_params(message, self._model, self._draw_seed)
+        prompt = await self.prompts.tokens(message, live.remaining_s())
+        request = validate.complete(live.request_id, prompt, params, self._model)
         self._check_fits(request)
         return request
 

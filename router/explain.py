@@ -12,6 +12,7 @@ from engine.errors import EngineError, RequestError
 from kvrelay._status import status_of
 from kvrelay.v1 import router_pb2
 from router.policy import PricedPair
+from router.validate import shortened
 
 MAX_PAIRS = 64
 """Kept of each placement."""
@@ -89,5 +90,5 @@ class History:
     def find(self, request_id: str) -> RequestRecord:
         record = self._records.get(request_id)
         if record is None:
-            raise RequestError("request_id", f"{request_id!r} is not among the last {self._capacity} requests")
+            raise RequestError("request_id", f"{shortened(request_id)} is not among the last {self._capacity} requests")
         return record

@@ -19,6 +19,8 @@ class ServedModel:
     fingerprint: bytes
     """Workers must have the same one."""
     tokenizer: Tokenizer
+    folder: Path
+    """Where all of this was read."""
 
 
 def load_served_model(folder: Path, name: str) -> ServedModel:
@@ -30,4 +32,5 @@ def load_served_model(folder: Path, name: str) -> ServedModel:
         vocab_size=config.vocab_size,
         fingerprint=model_fingerprint(folder),
         tokenizer=Tokenizer.load(folder),
+        folder=folder,
     )

@@ -99,6 +99,7 @@ class RouterServer:
             task.cancel()
             await asyncio.wait({task})
         await server.stop(grace_s)
+        self.dispatcher.close()
         await self.registry.close()
 
     async def _follow_readiness(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from engine.errors import EngineError
+from engine.errors import DeadlineExceeded, EngineError
 from kvrelay._status import abort_arguments
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router import validate
@@ -40,10 +40,17 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: _Context) -> router_pb2.TokenizeResponse:
         try:
             validate.check_model(request.model, self._model)
-            token_ids = await asyncio.to_thread(validate.prompt_tokens, request, self._model)
-            return router_pb2.TokenizeResponse(token_ids=token_ids)
+            return router_pb2.TokenizeResponse(token_ids=await self._tokenize(request, context.time_remaining()))
         except EngineError as error:
             await self._abort(context, error)
+
+    async def _tokenize(self, request: router_pb2.TokenizeRequest, timeout_s: float | None) -> bytes:
+        timeout_s = self._config.default_timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._dispatcher.prompts.tokens(request, timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the call's {timeout_s:g} s are over") from None
 
     async def Explain(self, request: router_pb2.ExplainRequest, context: _Context) -> router_pb2.ExplainResponse:
         try:

@@ -6,10 +6,12 @@ import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from engine.block_hash import TOKEN_BYTES, pack_tokens, unpack_tokens
 from engine.errors import RequestError
-from engine.tokenizer import ChatMessage
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import ChatMessage, Tokenizer
 from kvrelay._wire import sampling_from_proto, sampling_to_proto
 from kvrelay.v1 import router_pb2
 from router.request import GenerationRequest
@@ -17,7 +19,14 @@ from router.served_model import ServedModel
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_CHAT_MESSAGES = 4096
+MAX_ECHO_CHARS = 80
 ROLES = ("system", "user", "assistant")
+Input: TypeAlias = router_pb2.GenerateRequest | router_pb2.TokenizeRequest
+
+
+def shortened(text: str) -> str:
+    """A client's text for a message to that client."""
+    return repr(text) if len(text) <= MAX_ECHO_CHARS else f"{text[:MAX_ECHO_CHARS]!r}..."
 
 
 def draw_seed() -> int:
@@ -32,20 +41,22 @@ def request_id_of(message: router_pb2.GenerateRequest) -> str:
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         raise RequestError("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters, got {len(request_id)}")
     if not (request_id.isascii() and request_id.isprintable()):
-        raise RequestError("request_id", f"must be printable ASCII, got {request_id!r}")
+        raise RequestError("request_id", f"must be printable ASCII, got {shortened(request_id)}")
     return request_id
 
 
-def read_request(
-    message: router_pb2.GenerateRequest, request_id: str, model: ServedModel, seed: Callable[[], int] = draw_seed
-) -> GenerationRequest:
-    """Check everything that does not depend on the workers, tokenize, fill in the seed."""
+def read_params(
+    message: router_pb2.GenerateRequest, model: ServedModel, seed: Callable[[], int] = draw_seed
+) -> SamplingParams:
+    """Check everything but the input, and fill in the seed."""
     check_model(message.model, model)
     params = sampling_from_proto(message.sampling)
     _check_token_ids("stop_token_ids", params.stop_token_ids, model)
-    if params.seed is None:
-        params = replace(params, seed=seed())
-    prompt = prompt_tokens(message, model)
+    return params if params.seed is not None else replace(params, seed=seed())
+
+
+def complete(request_id: str, prompt: bytes, params: SamplingParams, model: ServedModel) -> GenerationRequest:
+    """The request from its checked parts. Raises `RequestError` if it is longer than the model takes."""
     request = GenerationRequest(request_id=request_id, prompt=prompt, params=params, sampling=sampling_to_proto(params))
     check_length(request, model.max_model_len)
     return request
@@ -53,28 +64,50 @@ def read_request(
 
 def check_model(name: str, model: ServedModel) -> None:
     if name not in ("", model.name):
-        raise RequestError("model", f"unknown model {name!r}; this router serves {model.name!r}")
+        raise RequestError("model", f"unknown model {shortened(name)}; this router serves {model.name!r}")
 
 
-def prompt_tokens(message: router_pb2.GenerateRequest | router_pb2.TokenizeRequest, model: ServedModel) -> bytes:
-    """Token ids of the input, little-endian u32; at least one."""
+def check_input(message: Input, model: ServedModel, max_prompt_bytes: int) -> None:
+    """Refuse what can be refused without tokenizing it. Takes a few milliseconds, whatever the message."""
     kind = message.WhichOneof("input")
     if kind == "prompt":
-        return _from_text(message.prompt, model)
-    if kind == "chat":
-        return _from_chat(message.chat, model)
-    if kind == "prompt_token_ids" and isinstance(message, router_pb2.GenerateRequest):
-        return _from_token_ids(message.prompt_token_ids, model)
-    raise RequestError("prompt", "one of prompt, prompt_token_ids and chat is needed, got none")
+        if not message.prompt:
+            raise RequestError("prompt", "must not be empty")
+        _check_bytes("prompt", len(message.prompt), max_prompt_bytes)
+        _check_fewest("prompt", message.prompt, model.tokenizer, model.max_model_len)
+    elif kind == "chat":
+        _check_chat(message.chat, max_prompt_bytes)
+    elif kind == "prompt_token_ids" and isinstance(message, router_pb2.GenerateRequest):
+        if len(message.prompt_token_ids) >= model.max_model_len * TOKEN_BYTES:
+            num_tokens = len(message.prompt_token_ids) // TOKEN_BYTES
+            raise RequestError("prompt_token_ids", _too_many_tokens(model.max_model_len, f"got {num_tokens}"))
+        _check_token_ids("prompt_token_ids", unpack_tokens(message.prompt_token_ids), model)
+        _some(message.prompt_token_ids, "prompt_token_ids")
+    else:
+        raise RequestError("prompt", "one of prompt, prompt_token_ids and chat is needed, got none")
+
+
+def tokenize(message: Input, tokenizer: Tokenizer, max_model_len: int) -> bytes:
+    """Token ids of a text or chat that passed `check_input`, little-endian u32; at least one.
+
+    Takes seconds for the longest, and keeps the interpreter's lock all the while.
+    """
+    if message.HasField("chat"):
+        text = tokenizer.render_chat([ChatMessage(chat.role, chat.content) for chat in message.chat.messages])
+        _check_fewest("messages", text.encode(), tokenizer, max_model_len)
+        return _some(pack_tokens(tokenizer.encode_rendered(text)), "messages")
+    try:
+        text = message.prompt.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError("prompt", f"must be UTF-8: {error.reason} at byte {error.start}") from None
+    return _some(pack_tokens(tokenizer.encode(text)), "prompt")
 
 
 def check_length(request: GenerationRequest, limit: int) -> None:
     """`limit` is in tokens, prompt and output together."""
     num_prompt_tokens = request.num_prompt_tokens
     if num_prompt_tokens >= limit:
-        raise RequestError(
-            "prompt", f"at most {limit - 1} tokens, which leaves one for the output; got {num_prompt_tokens}"
-        )
+        raise RequestError("prompt", _too_many_tokens(limit, f"got {num_prompt_tokens}"))
     if request.max_total_tokens > limit:
         raise RequestError(
             "max_tokens",
@@ -83,34 +116,31 @@ def check_length(request: GenerationRequest, limit: int) -> None:
         )
 
 
-def _from_text(prompt: bytes, model: ServedModel) -> bytes:
-    if not prompt:
-        raise RequestError("prompt", "must not be empty")
-    try:
-        text = prompt.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError("prompt", f"must be UTF-8: {error.reason} at byte {error.start}") from None
-    return _some(pack_tokens(model.tokenizer.encode(text)), "prompt")
-
-
-def _from_token_ids(data: bytes, model: ServedModel) -> bytes:
-    token_ids = unpack_tokens(data)
-    _check_token_ids("prompt_token_ids", token_ids, model)
-    return _some(data, "prompt_token_ids")
-
-
-def _from_chat(chat: router_pb2.ChatMessages, model: ServedModel) -> bytes:
+def _check_chat(chat: router_pb2.ChatMessages, max_prompt_bytes: int) -> None:
     if not chat.messages:
         raise RequestError("messages", "must hold at least one message, got none")
     if len(chat.messages) > MAX_CHAT_MESSAGES:
         raise RequestError("messages", f"at most {MAX_CHAT_MESSAGES} messages, got {len(chat.messages)}")
     for position, message in enumerate(chat.messages):
-        if not message.role:
-            raise RequestError(f"messages[{position}].role", f"is missing; must be one of {', '.join(ROLES)}")
         if message.role not in ROLES:
-            raise RequestError(f"messages[{position}].role", f"must be one of {', '.join(ROLES)}, got {message.role!r}")
-    messages = [ChatMessage(message.role, message.content) for message in chat.messages]
-    return _some(pack_tokens(model.tokenizer.encode_chat(messages)), "messages")
+            got = f"got {shortened(message.role)}" if message.role else "is missing"
+            raise RequestError(f"messages[{position}].role", f"must be one of {', '.join(ROLES)}, {got}")
+    _check_bytes("messages", sum(len(message.content.encode()) for message in chat.messages), max_prompt_bytes)
+
+
+def _check_bytes(field: str, num_bytes: int, limit: int) -> None:
+    if num_bytes > limit:
+        raise RequestError(field, f"at most {limit} bytes of text (max_prompt_bytes), got {num_bytes}")
+
+
+def _check_fewest(field: str, text: bytes, tokenizer: Tokenizer, max_model_len: int) -> None:
+    fewest = tokenizer.fewest_tokens(text)
+    if fewest >= max_model_len:
+        raise RequestError(field, _too_many_tokens(max_model_len, f"{len(text)} bytes are {fewest} or more"))
+
+
+def _too_many_tokens(limit: int, got: str) -> str:
+    return f"at most {limit - 1} tokens, which leaves one for the output; {got}"
 
 
 def _some(tokens: bytes, field: str) -> bytes:

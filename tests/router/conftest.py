@@ -11,8 +11,8 @@ from router.served_model import ServedModel
 
 
 @pytest.fixture(scope="session")
-def model() -> ServedModel:
-    return make_served_model()
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return make_served_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from router_fleet import make_tokenizer
 
 from engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from router.served_model import ServedModel
 from router.text import TextStream
 
 
@@ -86,8 +86,8 @@ def test_any_cut_into_tokens_gives_the_text_before_the_first_stop_string(seed: i
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return make_tokenizer()
+def tokenizer(model: ServedModel) -> Tokenizer:
+    return model.tokenizer
 
 
 def test_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from engine.chat_template import ChatTemplate
 from engine.errors import EngineError
 from engine.tokenizer import Tokenizer
 from kvrelay.v1 import common_pb2, router_pb2
@@ -35,9 +35,8 @@ CONFIG = RouterConfig(
 )
 
 
-def make_tokenizer() -> Tokenizer:
-    """A token is a byte; the id of a byte is its value."""
-    backend = HuggingFaceTokenizer(BPE({}, []))
+def make_tokenizer(folder: Path) -> Tokenizer:
+    """A token is a byte; the id of a byte is its value. Written to `folder` and read from there."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     vocab = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -45,12 +44,21 @@ def make_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
     backend.add_special_tokens(["<eos>"])
-    return Tokenizer(backend, ChatTemplate(TEMPLATE, {}, "test"), (EOS,), byte_level=True, origin=Path("test"))
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer.load(folder)
 
 
-def make_served_model() -> ServedModel:
+def make_served_model(folder: Path, max_model_len: int = 200) -> ServedModel:
+    """`folder` takes its tokenizer."""
     return ServedModel(
-        name="fake", max_model_len=200, vocab_size=257, fingerprint=FINGERPRINT, tokenizer=make_tokenizer()
+        name="fake",
+        max_model_len=max_model_len,
+        vocab_size=257,
+        fingerprint=FINGERPRINT,
+        tokenizer=make_tokenizer(folder),
+        folder=folder,
     )
 
 
@@ -154,12 +162,14 @@ class Fleet:
     async def check_idle(self) -> None:
         """Nothing of any request is left, here or on a worker."""
         self.dispatcher.admission.check_idle()
+        self.dispatcher.prompts.check_idle()
         self.registry.check_idle()
         for worker in self.workers.values():
             await worker.idle()
 
     async def close(self) -> None:
         await self.check_idle()
+        self.dispatcher.close()
         await self.registry.close()
         assert self.registry.workers == ()
         for worker in self.workers.values():

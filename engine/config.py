@@ -8,7 +8,7 @@ from engine.errors import ConfigError
 from engine.knobs import KNOBS, Knobs
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Weight, activation and KV types by name. The KV cache has the type of the activations for now."""
+"""Bytes of a weight or an activation, by the name of its type. Those of KV: `engine.kv_layout.KV_DTYPE_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

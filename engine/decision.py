@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.batch import ScheduledSequence
@@ -14,6 +14,9 @@ from engine.config import SchedulerConfig
 from engine.fair_share import Line
 from engine.growth import GrowthPolicy, Stream
 from engine.request import Request, RequestKind
+
+_Order = tuple[int, int, int]
+"""Level, then tokens served to the tenant, then age: the smallest goes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +78,15 @@ def decide(state: SchedulerState) -> Decision:
             prompts.append(request)
         elif request not in stuck:
             batch.take(request, 1)
-    for request in sorted(prompts, key=lambda r: (r.level, state.served[r.scope], r.queue_number)):
+    door = _Door(state, ledger, batch, closed=bool(preempted or stuck))
+    for order, request in sorted((door.order_of(request), request) for request in prompts):
+        while door.is_before(order):
+            door.admit()
         batch.take(request, request.num_uncomputed_tokens, state.tables.room(request) if request in stuck else None)
-    admitted = () if preempted or stuck else tuple(_admit(state, ledger, batch))
+    while door.is_open:
+        door.admit()
     growing = tuple(request for request in running if ledger.growth(request))
-    return Decision(tuple(preempted), growing, admitted, tuple(batch.sequences))
+    return Decision(tuple(preempted), growing, tuple(door.admitted), tuple(batch.sequences))
 
 
 def _precedence(request: Request) -> tuple[int, int]:
@@ -109,28 +116,52 @@ def _make_room(running: Sequence[Request], ledger: BlockLedger) -> tuple[list[Re
     return preempted, stuck
 
 
-def _admit(state: SchedulerState, ledger: BlockLedger, batch: _Batch) -> Iterator[Admission]:
-    """Whoever is next, as long as that one fits and pays: nobody overtakes it."""
-    live = [*state.running, *state.awaiting_kv]
-    if len(live) >= state.config.max_num_seqs:
-        return
-    queue = _Queue(state)
-    growth: _Growth | None = None
-    while len(live) < state.config.max_num_seqs and (request := queue.first) is not None:
-        if request.adoption is None and batch.budget == 0:
-            break  # later it may find more of its prompt in the cache
-        plan = state.tables.plan(request)
-        num_left = ledger.num_allocatable - ledger.cost(plan)
-        if num_left < 0:
-            break
-        growth = growth or _Growth(state, ledger, live)
-        if not growth.allows(plan, num_left):
-            break
-        ledger.admit(plan)
+class _Door:
+    """Admits whoever is next, as long as that one fits and pays: nobody overtakes it."""
+
+    def __init__(self, state: SchedulerState, ledger: BlockLedger, batch: _Batch, *, closed: bool) -> None:
+        self.admitted: list[Admission] = []
+        self._state = state
+        self._ledger = ledger
+        self._batch = batch
+        self._live = [*state.running, *state.awaiting_kv]
+        self._growth: _Growth | None = None
+        self._closed = closed or len(self._live) >= state.config.max_num_seqs
+        self._queue = _Queue(state, () if self._closed else state.lines)
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed and self._queue.first is not None
+
+    def is_before(self, order: _Order) -> bool:
+        """Whether whoever is next goes before a running prompt of this order."""
+        return self.is_open and self._queue.order < order
+
+    def order_of(self, request: Request) -> _Order:
+        return request.level, self._queue.served(request.scope), request.queue_number
+
+    def admit(self) -> None:
+        """Admit the next, or close the door for this step. Only while it is open."""
+        request = self._queue.first
+        assert request is not None, "nobody waits"
+        if request.adoption is None and self._batch.budget == 0:
+            self._closed = True  # later it may find more of its prompt in the cache
+            return
+        plan = self._state.tables.plan(request)
+        num_free = self._ledger.num_allocatable - self._ledger.cost(plan)
+        if num_free < 0 or not self._pays(plan, num_free):
+            self._closed = True
+            return
+        self._ledger.admit(plan)
         if request.adoption is None:
-            batch.take(request, len(request.token_ids) - plan.num_computed_tokens)
-        live.append(request)
-        yield Admission(plan, queue.take(plan))
+            self._batch.take(request, len(request.token_ids) - plan.num_computed_tokens)
+        self._live.append(request)
+        self._closed = len(self._live) >= self._state.config.max_num_seqs
+        self.admitted.append(Admission(plan, self._queue.take(plan)))
+
+    def _pays(self, plan: AdmissionPlan, num_free: int) -> bool:
+        self._growth = self._growth or _Growth(self._state, self._ledger, self._live)
+        return self._growth.allows(plan, num_free)
 
 
 class _Growth:
@@ -169,35 +200,41 @@ class _Growth:
 class _Queue:
     """Waiting requests in the order in which they are to be admitted, as the admissions of this decision change it."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, lines: Collection[Line]) -> None:
         self._state = state
         self._charges: Counter[bytes] = Counter()
         """Tokens that admissions of this decision will be charged for."""
-        self._clock = (state.now, state.config.priority_step_s)
-        self._cursors = [cursor for cursor in map(_Cursor, state.lines) if cursor.first is not None]
-
-    @property
-    def first(self) -> Request | None:
-        cursor = min(self._cursors, key=self._order, default=None)
-        return None if cursor is None else cursor.first
+        self._cursors = [cursor for cursor in map(_Cursor, lines) if cursor.first is not None]
+        self._find_first()
 
     def take(self, plan: AdmissionPlan) -> int:
         """Go on behind `first`, for which `plan` is. Returns the level at which it was first."""
-        cursor = min(self._cursors, key=self._order)
-        level, _, _ = self._order(cursor)
+        level, _, _ = self.order
         self._charges[plan.request.scope] += len(plan.request.token_ids) - plan.num_computed_tokens
-        cursor.advance()
-        if cursor.first is None:
-            self._cursors.remove(cursor)
+        self._cursor.advance()
+        if self._cursor.first is None:
+            self._cursors.remove(self._cursor)
+        self._find_first()
         return level
 
-    def _order(self, cursor: _Cursor) -> tuple[int, int, int]:
-        """Level, then tokens served to the tenant, then age."""
+    def served(self, scope: bytes) -> int:
+        return self._state.served[scope] + self._charges[scope]
+
+    def _find_first(self) -> None:
+        orders = [(self._order_of(cursor), i) for i, cursor in enumerate(self._cursors)]
+        self.first: Request | None = None
+        if orders:
+            self.order, i = min(orders)
+            self._cursor = self._cursors[i]
+            self.first = self._cursor.first
+
+    def _order_of(self, cursor: _Cursor) -> _Order:
         request = cursor.first
-        assert request is not None, "a cursor at its end is dropped"
-        level = request.priority if cursor.had_turn else cursor.line.level(request, *self._clock)
-        served = self._state.served[request.scope] + self._charges[request.scope]
-        return max(level, self._state.best_priority), served, request.queue_number
+        assert request is not None, "a cursor at its end was dropped"
+        level = request.priority
+        if not cursor.had_turn:
+            level = cursor.line.level(request, self._state.now, self._state.config.priority_step_s)
+        return max(level, self._state.best_priority), self.served(request.scope), request.queue_number
 
 
 class _Cursor:

@@ -45,21 +45,21 @@ class Scheduler:
     Where a live request is (checked by `check_integrity`); `_live` has them all:
       WAITING in `_waiting`; AWAITING_KV in `_awaiting_kv`; RUNNING in `_running`; HELD in none of the three.
 
-    Who is admitted next: the best priority, of those the tenant that was served the fewest tokens, of its requests
-    the oldest. Nobody overtakes that one while there is no room for it. A line of requests (one tenant, one priority)
-    without a turn for `priority_step_s` competes as one of the next better priority, and so on up to the best that is
-    live. So a line of priority p has a turn, whatever comes in, (p - q) x `priority_step_s` after its last one, plus
-    the time in which the tenants that are behind it in tokens served, at the best priority q, catch up.
+    Whose turn it is, at the door and for the token budget of prompts: the best priority; of those the tenant that was
+    served the fewest tokens; of its requests the oldest. Nobody overtakes who is next at the door. A line of waiting
+    requests (one tenant, one priority) without a turn for `priority_step_s` competes as one of the next better
+    priority, and so on up to the best that is live. So whatever comes in, a line of priority p is, after (p - q) x
+    `priority_step_s` without a turn, one of the best priority q, and has its turn as soon as its tenant is the one
+    that was served the fewest tokens. A request keeps the level at which it was admitted while it runs.
 
     Why there is no deadlock. A request is admitted only with blocks for all known tokens and one to grow into, so a
     prompt is never stuck half computed, and a hand-over needs nothing more from this pool. When a running request
-    must grow and no block is free, the last in precedence (the worst priority that it was admitted with, then the
-    latest) goes back to its line, so the first in precedence ends up with every block that running requests hold, and
-    it fits: larger ones are refused at the door. It stays the first but for better priorities, which are few, and end
-    up older than any to come. Only blocks that a link touches (AWAITING_KV, HELD, quarantine, and PREFILL, which is
-    never preempted) can keep the first waiting. None of them waits for blocks, and each ends by a deadline outside:
-    the ticket's lease, the sender's deadline, the fence of the link. Meanwhile nobody is admitted, so what comes free
-    goes to the first. Growth beyond the block at admission is a forecast (`engine.growth`), which only ever defers an
+    must grow and no block is free, the last in precedence (the worst level, then the latest) goes back to its line,
+    so the first in precedence ends up with every block that running requests hold, and it fits: larger ones are
+    refused at the door. Only blocks that a link touches (AWAITING_KV, HELD, quarantine, and PREFILL, which is never
+    preempted) can keep the first waiting. None of them waits for blocks, and each ends by a deadline outside: the
+    ticket's lease, the sender's deadline, the fence of the link. Meanwhile nobody is admitted, so what comes free goes
+    to the first. Growth beyond the block at admission is a forecast (`engine.growth`), which only ever defers an
     admission while others run.
     """
 
@@ -122,7 +122,7 @@ class Scheduler:
         The chosen tokens count as computed once `computed` says so. `now`: monotonic, of the clock of
         `Request.arrival`. `tokens_per_step`: see `engine.growth`; 0 while nobody has measured it.
         """
-        decision = decide(self._state(now, tokens_per_step or _TOKENS_PER_STEP))
+        decision = decide(self.snapshot(now, tokens_per_step))
         for request in decision.preempted:
             self._preempt(request)
         for admission in decision.admitted:
@@ -136,6 +136,22 @@ class Scheduler:
         began_at_once = any(grant.request.status is RequestStatus.RUNNING for grant in granted)
         self._blocked = not (decision.gets_ahead or began_at_once)
         return ScheduledBatch(decision.sequences, tuple(granted))
+
+    def snapshot(self, now: float, tokens_per_step: float = 0.0) -> SchedulerState:
+        """What `schedule` would decide upon with these arguments."""
+        return SchedulerState(
+            config=self._config,
+            now=now,
+            running=self._running.values(),
+            awaiting_kv=self._awaiting_kv.values(),
+            lines=self._waiting.lines,
+            served=self._shares.served,
+            best_priority=min((request.priority for request in self._live.values()), default=0),
+            tables=self._tables,
+            pool=self._pool,
+            growth=self._growth,
+            tokens_per_step=tokens_per_step or _TOKENS_PER_STEP,
+        )
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
         """Let `child`, which is waiting, run at once from the KV that `parent` has of their first `num_tokens` tokens.
@@ -264,21 +280,6 @@ class Scheduler:
             assert request.num_computed_tokens <= min(room, len(request.token_ids)), f"{request.request_id} lacks KV"
             assert request.status is not RequestStatus.WAITING or not request.block_table
         self._tables.check_integrity(self._live.values())
-
-    def _state(self, now: float, tokens_per_step: float) -> SchedulerState:
-        return SchedulerState(
-            config=self._config,
-            now=now,
-            running=self._running.values(),
-            awaiting_kv=self._awaiting_kv.values(),
-            lines=self._waiting.lines,
-            served=self._shares.served,
-            best_priority=min((request.priority for request in self._live.values()), default=0),
-            tables=self._tables,
-            pool=self._pool,
-            growth=self._growth,
-            tokens_per_step=tokens_per_step,
-        )
 
     def _preempt(self, request: Request) -> None:
         """Free the blocks and compute all again later, from whatever the prefix cache keeps. Its tokens stay."""

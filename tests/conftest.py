@@ -8,6 +8,7 @@ import pytest
 import torch
 from factories import HarnessFactory
 from model_fixture import smollm2_folder as smollm2_folder
+from scheduler_model import PolicyFactory
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,5 +21,13 @@ def _one_torch_thread() -> None:
 def make_engine() -> Iterator[HarnessFactory]:
     """Builds small engines around the fake model; see `factories.EngineHarness`."""
     factory = HarnessFactory()
+    yield factory
+    factory.close()
+
+
+@pytest.fixture
+def make_policy() -> Iterator[PolicyFactory]:
+    """Builds schedulers that nobody computes for; see `scheduler_model.Policy`."""
+    factory = PolicyFactory()
     yield factory
     factory.close()

@@ -42,6 +42,8 @@ def make_request(
     max_tokens: int | None = None,
     output: Sequence[int] = (),
     scope: bytes = b"tenant",
+    priority: int = 0,
+    arrival: float = 0.0,
 ) -> Request:
     """Greedy unless `params` says otherwise. `output` are tokens that were emitted before a resume."""
     return Request(
@@ -50,8 +52,9 @@ def make_request(
         num_prompt_tokens=len(prompt),
         params=params if max_tokens is None else replace(params, max_tokens=max_tokens),
         scope=scope,
-        arrival=0.0,
+        arrival=arrival,
         kind=kind,
+        priority=priority,
     )
 
 

@@ -323,3 +323,18 @@ def test_of_blocks_that_leave_a_window_the_deeper_is_evicted_first() -> None:
     pool.allocate(2)
     assert pool.lookup(chain("a", 4)) == blocks[:1]
     pool.check_integrity()
+
+
+def test_a_cached_block_whose_parent_is_evicted_is_free() -> None:
+    """Three blocks of a chain, held by one that gives back the first and the second, and by one that gives back all."""
+    pool = BlockManager(CacheConfig(num_blocks=3, sliding_window=1))
+    blocks = pool.allocate(3)
+    register(pool, blocks, chain("a", 3))
+    pool.acquire(blocks[1:2])
+    pool.release(blocks[:1])
+    pool.release(blocks[1:])
+    pool.release(blocks[1:2])  # evicted before its parent, and here before what continues it
+    pool.allocate(1)
+    assert pool.lookup(chain("a", 3)) == blocks[:1]
+    assert (pool.stats().cached, pool.stats().free) == (1, 1)
+    pool.check_integrity()

@@ -12,7 +12,7 @@ from engine.block_manager import BlockManager, BlockStats
 from engine.config import CacheConfig
 from engine.errors import InternalError, NoFreeBlocks, PinLimit
 
-NUM_BLOCKS = 8
+NUM_BLOCKS = 6
 MAX_PINNED = 3
 BLOCKS = range(NUM_BLOCKS)
 names = st.sampled_from("ab")
@@ -30,10 +30,10 @@ def raised(error: type[Exception], call: object, *arguments: object) -> bool:
 class ObviousPool(RuleBasedStateMachine):
     """Chains are a0 a1 a2 and b0 b1 b2, so a hash says what it continues."""
 
-    @initialize()
-    def build(self) -> None:
+    @initialize(begun=st.lists(st.tuples(names, st.integers(0, 2), st.booleans()), max_size=3))
+    def build(self, begun: list[tuple[str, int, bool]]) -> None:
         # A window, because here anybody may give back any block before those that continue it.
-        config = CacheConfig(num_blocks=NUM_BLOCKS, sliding_window=1, max_pinned_share=MAX_PINNED / NUM_BLOCKS)
+        config = CacheConfig(num_blocks=NUM_BLOCKS, sliding_window=1, max_pinned_share=0.5)
         self.contents = list(range(NUM_BLOCKS))
         self.pool = BlockManager(config, copy_block=self.copy)
         self.holders: list[list[int]] = []
@@ -44,6 +44,8 @@ class ObviousPool(RuleBasedStateMachine):
         self.evictable: list[int] = []  # the next one first
         self.handed_out = [0] * NUM_BLOCKS
         self.follower = BlockFollower()
+        for name, count, computed in begun:
+            self.begin(name, count, computed)
 
     def copy(self, source: int, target: int) -> None:
         self.contents[target] = self.contents[source]
@@ -92,22 +94,34 @@ class ObviousPool(RuleBasedStateMachine):
             self.evictable = [b for b in self.evictable if b in self.hash_of]
         self.handed_out[block] += 1
 
-    @rule(count=st.integers(0, NUM_BLOCKS + 1))
-    def allocate(self, count: int) -> None:
-        if count > len(self.free()) + len(self.evictable):
-            assert raised(NoFreeBlocks, self.pool.allocate, count)
-            return
-        blocks: list[int] = []
-        self.holders.append(blocks)
+    def allocate_into(self, blocks: list[int], count: int) -> None:
         for block in self.pool.allocate(count):
             self.take_one(block)
             blocks.append(block)
 
-    @precondition(lambda self: self.holders)
+    @precondition(lambda self: len(self.holders) < 4)
+    @rule(name=names, count=st.integers(0, 3), computed=st.booleans())
+    def begin(self, name: str, count: int, computed: bool) -> None:
+        """A holder of what is resident of a chain, and of so many new blocks, with the chain's KV if `computed`."""
+        blocks = self.resident_prefix(name)
+        assert self.pool.lookup(chain(name, 3)) == blocks
+        self.pool.acquire(blocks)
+        self.evictable = [block for block in self.evictable if block not in blocks]
+        self.holders.append(blocks)
+        if count > len(self.free()) + len(self.evictable):
+            assert raised(NoFreeBlocks, self.pool.allocate, count)
+            return
+        self.allocate_into(blocks, count)
+        if computed:
+            self.register_as(name, blocks)
+
+    @precondition(lambda self: any(self.holders))
     @rule(data=st.data(), name=names)
     def register(self, data: st.DataObject, name: str) -> None:
+        self.register_as(name, data.draw(st.sampled_from([blocks for blocks in self.holders if blocks])))
+
+    def register_as(self, name: str, blocks: list[int]) -> None:
         """A holder's blocks turn out to hold chain `name` from its beginning."""
-        blocks = data.draw(st.sampled_from(self.holders))
         for i, (block, content_hash) in enumerate(zip(blocks, chain(name, 3), strict=False)):
             if block in self.leased or block in self.hash_of:
                 break
@@ -117,23 +131,28 @@ class ObviousPool(RuleBasedStateMachine):
                 self.hash_of[block] = content_hash
             assert self.pool.register(block, content_hash, parent) == (block if first is None else first)
 
-    @rule(name=names)
-    def share_by_hash(self, name: str) -> None:
-        blocks = self.resident_prefix(name)
-        assert self.pool.lookup(chain(name, 3)) == blocks
-        self.pool.acquire(blocks)
-        self.evictable = [block for block in self.evictable if block not in blocks]
-        self.holders.append(blocks)
-
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        blocks = list(data.draw(st.sampled_from(self.holders)))
+    @precondition(lambda self: any(self.holders))
+    @rule(data=st.data(), cancelled=st.booleans())
+    def fork(self, data: st.DataObject, cancelled: bool) -> None:
+        """A second holder; if it is cancelled at once, a link may still read on its behalf."""
+        blocks = list(data.draw(st.sampled_from([blocks for blocks in self.holders if blocks])))
         if self.leased & set(blocks):
             assert raised(InternalError, self.pool.acquire, blocks)
-            return
-        self.pool.acquire(blocks)
+        else:
+            self.pool.acquire(blocks)
+            if cancelled:
+                self.pool.quarantine(blocks)
+            (self.quarantines if cancelled else self.holders).append(blocks)
+
+    @precondition(lambda self: self.evictable)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        """Somebody takes more than is free, for a moment."""
+        blocks: list[int] = []
         self.holders.append(blocks)
+        self.allocate_into(blocks, len(self.free()) + data.draw(st.integers(1, len(self.evictable))))
+        self.holders.pop()
+        self.pool.release(blocks)
 
     @precondition(lambda self: any(self.holders))
     @rule(data=st.data(), value=st.integers(100, 999))
@@ -159,22 +178,36 @@ class ObviousPool(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        i = data.draw(st.integers(0, len(self.holders) - 1))
-        if self.leased & set(self.holders[i]):
-            assert raised(InternalError, self.pool.release, self.holders[i])
-            return
-        blocks = self.holders.pop(i)
+        blocks = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        if leased := self.leased.intersection(blocks):
+            assert raised(InternalError, self.pool.release, blocks)
+            self.pool.unlease(sorted(leased))
+            self.leased -= leased
         self.pool.release(blocks)
         self.put_away(blocks)
 
-    @precondition(lambda self: self.holders)
+    @precondition(lambda self: any(self.holders))
+    @rule(data=st.data())
+    def leave_window(self, data: st.DataObject) -> None:
+        """A holder gives back its first block, and keeps those that continue it."""
+        blocks = data.draw(st.sampled_from([blocks for blocks in self.holders if blocks]))
+        if blocks[0] not in self.leased:
+            first = blocks.pop(0)
+            self.pool.release([first])
+            self.put_away([first])
+
+    def leasable(self) -> list[int]:
+        held = {block for blocks in self.holders for block in blocks}
+        return sorted(b for b in held - self.leased if self.refs(b) == 1 and b not in self.hash_of)
+
+    @precondition(lambda self: self.leasable())
     @rule(data=st.data())
     def lease(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.sampled_from(self.holders))
-        fit = [b for b in blocks if self.refs(b) == 1 and b not in self.hash_of and b not in self.leased]
-        self.pool.lease(fit)
-        self.leased |= set(fit)
+        block = data.draw(st.sampled_from(self.leasable()))
+        self.pool.lease([block])
+        self.leased.add(block)
 
+    @precondition(lambda self: self.leased)
     @rule()
     def unlease(self) -> None:
         self.pool.unlease(sorted(self.leased))
@@ -195,6 +228,7 @@ class ObviousPool(RuleBasedStateMachine):
         self.pool.unquarantine(blocks)
         self.put_away(blocks)
 
+    @precondition(lambda self: self.hash_of)
     @rule(pin=st.sampled_from("xy"), name=names, length=st.integers(1, 3))
     def pin(self, pin: str, name: str, length: int) -> None:
         blocks = self.resident_prefix(name)[:length]
@@ -209,11 +243,13 @@ class ObviousPool(RuleBasedStateMachine):
         self.evictable = [block for block in self.evictable if block not in blocks]
         self.put_away(former)
 
+    @precondition(lambda self: self.pins)
     @rule(pin=st.sampled_from("xy"))
     def unpin(self, pin: str) -> None:
         self.pool.unpin(pin)
         self.put_away(self.pins.pop(pin, []))
 
+    @precondition(lambda self: self.hash_of and len(self.holders) + len(self.quarantines) < 2)
     @rule()
     def reset(self) -> None:
         idle = not any(self.refs(block) for block in BLOCKS)
@@ -221,11 +257,14 @@ class ObviousPool(RuleBasedStateMachine):
         if idle:
             self.hash_of, self.pins, self.evictable = {}, {}, []
 
-    @rule()
-    def follow(self) -> None:
-        self.follower.apply(self.pool.take_events())
-        if self.follower.needs_snapshot:
+    @rule(restarts=st.booleans())
+    def follow(self, restarts: bool) -> None:
+        if restarts:
             self.follower.restart(self.pool.snapshot())
+        else:
+            self.follower.apply(self.pool.take_events())
+            if self.follower.needs_snapshot:
+                self.follower.restart(self.pool.snapshot())
         assert set(self.follower.resident) == set(self.hash_of.values())
 
     @invariant()
@@ -253,6 +292,6 @@ class ObviousPool(RuleBasedStateMachine):
 
 
 ObviousPool.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestAgainstAnObviousPool = ObviousPool.TestCase

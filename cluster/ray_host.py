@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RaySystemError, RayTaskError
 
+from cluster.health import answers
 from cluster.processes import ProcessId, gone
 from cluster.ray_runtime import RayRuntime
 from cluster.reconcile import ROUTER_ID
@@ -87,6 +89,7 @@ class RayHandle:
         self._actor = actor
         self._pins_port = pins_port
         self._process: ProcessId | None = None
+        self._address = ""
         self._killed = False
 
     async def ready(self) -> ReadyReport:
@@ -95,6 +98,7 @@ class RayHandle:
         self._process = ProcessId.of(report["pid"]) if local else None
         if self._pins_port:
             self._host.pin_router_port(report["address"])
+        self._address = report["address"]
         timings, pool = report.get("timings", {}), report.get("pool", "")
         return ReadyReport(report["address"], report["incarnation"], self._process, timings, pool)
 
@@ -110,6 +114,9 @@ class RayHandle:
             logger.warning("the last words of process %d:\n%s", self._process.pid if self._process else 0, words)
         return reason
 
+    async def answers(self, timeout_s: float) -> bool:
+        return await answers(self._address, timeout_s)
+
     async def stop(self) -> None:
         await _result(self._actor.stop.remote())
 
@@ -122,6 +129,9 @@ class RayHandle:
             ray.kill(self._actor, no_restart=True)
         except (RayError, ValueError) as error:
             logger.debug("ray.kill: %s", error)  # it is dead already
+        # Ray asks the process to end itself, which a stopped or stuck one does not.
+        if self._process is not None:
+            self._process.signal(signal.SIGKILL)
 
 
 async def _result(call: Awaitable[ResultT]) -> ResultT:
@@ -147,6 +157,8 @@ def _reason(error: RayError) -> str:
         return "its process was killed, or crashed"
     if (detail := re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text)) is not None:
         return detail[1]
+    if "died unexpectedly" in lines[0]:  # of the method that was running: no word about the cause
+        return "its process ended"
     return lines[0] or type(error).__name__
 
 

@@ -4,7 +4,7 @@ A member is the router or one worker. Its life, with what `Reconciler` answers:
 
     ABSENT ──StartActor──▶ STARTING ──ActorReady──▶ READY ──PublishWorkers──▶ (the router connects to it)
       ▲                       │ │ not ready in time: KillActor                 │
-      └──── the pause is over ┘ └──────────────▶ DYING ◀── StopRequested ──────┘
+      └──── the pause is over ┘ └──────────────▶ DYING ◀── MemberHung, StopRequested
             ActorDied ◀──────────────────────────┘
 
 Every start of a member has a new `attempt`; events of another attempt than the member's present one are ignored, so a
@@ -54,6 +54,15 @@ class ActorDied:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberHung:
+    """The actor's process lives, but has not answered for too long: of no more use than a dead one."""
+
+    member_id: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """`error` says what is wrong; None: somebody wanted it so."""
 
@@ -67,7 +76,7 @@ class HostLost:
     reason: str
 
 
-Event: TypeAlias = ActorReady | ActorDied | StopRequested | HostLost
+Event: TypeAlias = ActorReady | ActorDied | MemberHung | StopRequested | HostLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +178,8 @@ class Reconciler:
                 return self._ready(event, now)
             case ActorDied():
                 return self._died(event, now)
+            case MemberHung():
+                return self._hung(event, now)
             case StopRequested():
                 return self._stop(event.error)
             case HostLost():
@@ -234,8 +245,7 @@ class Reconciler:
             return []
         if member.phase is not Phase.DYING:
             member.last_reason = event.reason
-        if member.phase is Phase.READY and now - member.ready_at >= self._limits.stable_s:
-            member.failures = 0
+        self._judge_service(member, now)
         member.failures += 1
         member.phase = Phase.ABSENT
         member.address = ""
@@ -247,6 +257,20 @@ class Reconciler:
             return self._stop(f"{member.member_id}: {member.last_reason}")
         member.due = now + self._pause(member.failures)
         return self._publish()
+
+    def _hung(self, event: MemberHung, now: float) -> list[Instruction]:
+        member = self._present(event.member_id, event.attempt)
+        if member is None or member.phase is not Phase.READY or self._stopping:
+            return []  # on a stop it is killed anyway if it does not end in time
+        self._judge_service(member, now)
+        member.phase = Phase.DYING
+        member.address = ""
+        member.last_reason = event.reason
+        return [KillActor(member.member_id, member.attempt, event.reason), *self._publish()]
+
+    def _judge_service(self, member: _Member, now: float) -> None:
+        if member.phase is Phase.READY and now - member.ready_at >= self._limits.stable_s:
+            member.failures = 0
 
     def _pause(self, failures: int) -> float:
         # The exponent is capped too: 2.0**1024 overflows.

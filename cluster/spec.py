@@ -126,6 +126,8 @@ class SupervisionSpec:
     """On a stop, requests that run may finish within this time."""
     stop_timeout_s: float = 10.0
     """From asking a worker to stop until it is killed."""
+    hung_after_s: float = 15.0
+    """A member that serves and does not answer for this long is killed, and started again like a dead one."""
     backoff_min_s: float = 0.5
     backoff_max_s: float = 30.0
     """Pause before a dead worker is started again; doubles from the one to the other."""
@@ -135,7 +137,7 @@ class SupervisionSpec:
     """Starts of a worker that never served, before the whole `up` fails with its reason."""
 
     def __post_init__(self) -> None:
-        for name in ("start_timeout_s", "stop_timeout_s", "backoff_min_s", "stable_s"):
+        for name in ("start_timeout_s", "stop_timeout_s", "hung_after_s", "backoff_min_s", "stable_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         if not self.drain_s >= 0:

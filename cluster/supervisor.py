@@ -21,6 +21,7 @@ from cluster.reconcile import (
     HostLost,
     Instruction,
     KillActor,
+    MemberHung,
     MemberView,
     PublishWorkers,
     Reconciler,
@@ -37,6 +38,8 @@ CONNECT_TIMEOUT_S = 15.0
 """For the router to have a session with every worker that it was told of."""
 CALL_TIMEOUT_S = 5.0
 """For an actor to answer a call, beyond what the call itself may wait for."""
+HEALTH_CHECKS = 2
+"""In a row that bring no answer, before a member counts as hung. More than one, because we may have been held up."""
 KILL_TIMEOUT_S = 10.0
 """From killing an actor until its death is confirmed."""
 
@@ -67,6 +70,9 @@ class Handle(Protocol):
 
     async def gone(self) -> str:
         """Wait until its process is gone; returns why."""
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Of an actor that serves: whether it answers a question within `timeout_s`."""
 
     async def stop(self) -> None:
         """Have it finish what it can and stop serving. Its process lives on until `kill`."""
@@ -139,7 +145,7 @@ class Supervisor:
         self._on_change = on_change
         self._now = now
         self._reconciler = Reconciler(worker_ids, limits)
-        self._events: asyncio.Queue[Event] = asyncio.Queue()  # an actor's life puts in two at most
+        self._events: asyncio.Queue[Event] = asyncio.Queue()  # an actor's life puts in three at most
         self._lives: dict[str, _Life] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._publishing: asyncio.Task[None] | None = None
@@ -215,7 +221,7 @@ class Supervisor:
             parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in life.report.timings.items())
             logger.info("%s serves at %s (start %d) %s", member_id, life.report.address, attempt, parts)
             self._events.put_nowait(ActorReady(member_id, attempt, life.report.address))
-            reason = await life.handle.gone()
+            reason = await self._until_gone(life)
         except ActorLost as error:
             reason = str(error)
         except EngineError as error:
@@ -223,8 +229,29 @@ class Supervisor:
         life.handle.kill()  # an actor that could not serve is a process still
         life.report = None
         life.over.set()
-        logger.log(logging.INFO if life.ending else logging.WARNING, "%s ended: %s", member_id, reason)
+        if life.ending:  # what Ray tells of an end that we asked for sounds like an accident
+            reason = "stopped"
+        logger.info("%s ended: %s", member_id, reason)  # who starts it tells the user, if it was an accident
         self._events.put_nowait(ActorDied(member_id, attempt, reason, hopeless))
+
+    async def _until_gone(self, life: _Life) -> str:
+        """Returns why it is gone. Says so, once, if it hangs before: the death then comes from being killed."""
+        limit_s = self._limits.hung_after_s
+        silent = 0
+        gone = asyncio.create_task(life.handle.gone())
+        try:
+            while silent < HEALTH_CHECKS:
+                # The wait for its end is also the pause between two checks; without an answer there is none.
+                done, _ = await asyncio.wait({gone}, timeout=0 if silent else limit_s / 3)
+                if done or life.ending:
+                    return await gone
+                silent = 0 if await life.handle.answers(limit_s / HEALTH_CHECKS) else silent + 1
+            self._events.put_nowait(MemberHung(life.member_id, life.attempt, f"no answer for {limit_s:g} s"))
+            return await gone
+        finally:
+            if not gone.done():
+                gone.cancel()
+                await asyncio.wait({gone})
 
     async def _end_gently(self, life: _Life) -> None:
         life.ending = True

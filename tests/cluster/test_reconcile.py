@@ -13,6 +13,7 @@ from cluster.reconcile import (
     HostLost,
     Instruction,
     KillActor,
+    MemberHung,
     Phase,
     PublishWorkers,
     Reconciler,
@@ -117,6 +118,57 @@ def test_an_actor_that_is_not_ready_in_time_is_killed_and_started_again_only_whe
     assert reconciler.tick(now=1001.0) == [StartActor("decode-0", 2)]
 
 
+def test_a_hung_worker_is_unpublished_and_killed_and_started_again_only_when_it_is_gone() -> None:
+    reconciler = bring_up()
+
+    hung = reconciler.handle(MemberHung("decode-0", 1, "no answer for 15 s"), now=10.0)
+
+    assert hung == [
+        KillActor("decode-0", 1, "no answer for 15 s"),
+        PublishWorkers({"prefill-0": "prefill-0:1"}),
+    ]
+    assert reconciler.handle(MemberHung("decode-0", 1, "no answer for 15 s"), now=11.0) == []
+    assert reconciler.tick(now=1000.0) == []
+    reconciler.handle(ActorDied("decode-0", 1, "stopped"), now=1000.0)
+    assert reconciler.tick(now=1001.0) == [StartActor("decode-0", 2)]
+    assert {view.member_id: view.last_reason for view in reconciler.views()}["decode-0"] == "no answer for 15 s"
+    reconciler.check_integrity()
+
+
+def test_a_hung_router_is_killed_and_its_successor_told_of_all_workers() -> None:
+    reconciler = bring_up()
+
+    assert reconciler.handle(MemberHung(ROUTER_ID, 1, "silent"), now=5.0) == [KillActor(ROUTER_ID, 1, "silent")]
+    reconciler.handle(ActorDied(ROUTER_ID, 1, "stopped"), now=6.0)
+    assert reconciler.tick(now=7.0) == [StartActor(ROUTER_ID, 2)]
+    published = reconciler.handle(ActorReady(ROUTER_ID, 2, "r2"), now=8.0)
+    assert published == [PublishWorkers({worker_id: address_of(worker_id, 1) for worker_id in WORKERS})]
+
+
+def test_only_the_present_actor_that_serves_can_hang() -> None:
+    reconciler = Reconciler(WORKERS, LIMITS)
+    reconciler.start(now=0.0)
+    assert reconciler.handle(MemberHung("decode-0", 1, "silent"), now=1.0) == []
+    reconciler = bring_up()
+    assert reconciler.handle(MemberHung("decode-0", 0, "silent"), now=1.0) == []
+    reconciler.handle(StopRequested(), now=1.0)
+    assert reconciler.handle(MemberHung("decode-0", 1, "silent"), now=1.0) == []
+
+
+def test_a_worker_that_hangs_again_and_again_is_started_after_longer_pauses() -> None:
+    reconciler, pauses = bring_up(), []
+    for attempt in (1, 2, 3):
+        now = 20.0 * attempt
+        reconciler.handle(MemberHung("decode-0", attempt, "silent"), now)
+        reconciler.handle(ActorDied("decode-0", attempt, "stopped"), now)
+        due = reconciler.next_due
+        assert due is not None
+        pauses.append(due - now)
+        reconciler.tick(due)
+        reconciler.handle(ActorReady("decode-0", attempt + 1, "d"), due)
+    assert pauses == [1.0, 2.0, 4.0]
+
+
 def test_a_worker_that_can_never_start_fails_the_cluster_with_its_reason() -> None:
     reconciler = Reconciler(WORKERS, LIMITS)
     reconciler.start(now=0.0)
@@ -207,7 +259,7 @@ class World:
 @given(
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["ready", "die", "die hopeless", "stale", "stop", "wait"]),
+            st.sampled_from(["ready", "die", "die hopeless", "hang", "stale", "stop", "wait"]),
             st.sampled_from(MEMBERS),
             st.floats(0.0, 200.0),
         ),
@@ -226,6 +278,8 @@ def test_no_order_of_events_leaves_two_live_actors_of_one_member(steps: list[tup
         elif kind.startswith("die") and attempt is not None:
             del world.live[member_id]
             event = ActorDied(member_id, attempt, "crash", hopeless=kind == "die hopeless")
+        elif kind == "hang" and attempt is not None:
+            event = MemberHung(member_id, attempt, "silent")
         elif kind == "stale":
             event = ActorDied(member_id, (attempt or 1) - 1, "late")
         elif kind == "stop":

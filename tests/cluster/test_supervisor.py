@@ -13,7 +13,9 @@ from cluster.supervisor import ActorLost, Handle, ReadyReport, Snapshot, Supervi
 from engine.errors import EngineError, ModelError, UnavailableError
 
 WORKERS = ("prefill-0", "decode-0")
-LIMITS = SupervisionSpec(start_timeout_s=60.0, drain_s=0.0, backoff_min_s=0.001, backoff_max_s=0.002)
+LIMITS = SupervisionSpec(
+    start_timeout_s=60.0, hung_after_s=0.003, drain_s=0.0, backoff_min_s=0.001, backoff_max_s=0.002
+)
 
 
 class FakeActor:
@@ -24,6 +26,9 @@ class FakeActor:
         self.address = f"{member_id}:{attempt}"
         self.workers: Mapping[str, str] | None = None
         self.stopped = False
+        self.hangs = False
+        self.misses = 0
+        self.answered_again = asyncio.Event()
         self.serves = asyncio.Event()
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._host = host
@@ -50,6 +55,15 @@ class FakeActor:
 
     async def gone(self) -> str:
         return await asyncio.shield(self._dead)
+
+    async def answers(self, timeout_s: float) -> bool:
+        if self.hangs:
+            return False
+        if self.misses:
+            self.misses -= 1
+            return False
+        self.answered_again.set()
+        return True
 
     async def stop(self) -> None:
         self._host.stops.append(self.member_id)
@@ -160,6 +174,35 @@ async def test_a_dead_router_is_replaced_and_told_of_all_workers() -> None:
         await watched.ready(router=2, decode_0=1)
 
         assert host.last(ROUTER_ID).workers == {"prefill-0": "prefill-0:1", "decode-0": "decode-0:1"}
+
+
+@pytest.mark.parametrize("member_id", [ROUTER_ID, *WORKERS])
+async def test_a_member_that_hangs_is_killed_and_replaced(member_id: str) -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        hung = host.last(member_id)
+        hung.hangs = True
+        await watched.ready(**{member_id.replace("-", "_"): 2})
+
+        assert not hung.alive
+        assert host.last(ROUTER_ID).workers == {worker_id: host.last(worker_id).address for worker_id in WORKERS}
+        reasons = {member.view.last_reason for snapshot in watched.snapshots for member in snapshot.members}
+        assert reasons == {"", "no answer for 0.003 s"}
+
+
+async def test_one_answer_that_is_late_is_forgiven() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        late = host.last("decode-0")
+        late.misses = 1
+        late.answered_again.clear()
+        await late.answered_again.wait()
+        watched.supervisor.request_stop()
+        await watched.task
+
+    assert len(host.actors["decode-0"]) == 1
 
 
 async def test_a_stop_drains_the_router_first_and_leaves_no_actor() -> None:

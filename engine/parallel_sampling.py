@@ -48,6 +48,7 @@ def further_samples(request: Request, n: int) -> list[Request]:
             params=replace(request.params, seed=None if seed is None else sample_seed(seed, number)),
             scope=request.scope,
             arrival=request.arrival,
+            priority=request.priority,
             kind=RequestKind.PREFILL if request.kind is RequestKind.PREFILL else RequestKind.LOCAL,
         )
         sample.transfer_over = True

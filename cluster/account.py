@@ -73,7 +73,7 @@ class Account:
             pool = member.report.pool if member.report is not None else ""
             detail = ", ".join(part for part in (again, pool) if part)
             self._tell(StageDone(view.member_id, time.monotonic() - self._began[view.member_id], detail))
-        elif view.phase is Phase.ABSENT and view.last_reason:
+        elif view.starts_again:  # what ends the whole run is told as its end
             self._tell(MemberTrouble(view.member_id, view.last_reason))
 
     def _tell_ready(self) -> None:

@@ -123,14 +123,14 @@ class RayHandle:
     async def set_workers(self, addresses: Mapping[str, str], timeout_s: float) -> str:
         return str(await _result(self._actor.set_workers.remote(dict(addresses), timeout_s)))
 
-    def kill(self) -> None:
+    def kill(self, *, force: bool) -> None:
         self._killed = True
         try:
             ray.kill(self._actor, no_restart=True)
         except (RayError, ValueError) as error:
             logger.debug("ray.kill: %s", error)  # it is dead already
         # Ray asks the process to end itself, which a stopped or stuck one does not.
-        if self._process is not None:
+        if force and self._process is not None:
             self._process.signal(signal.SIGKILL)
 
 

@@ -127,6 +127,8 @@ class MemberView:
     address: str
     last_reason: str
     """Of its last death; empty if there was none."""
+    starts_again: bool = False
+    """Dead, and to be started again after a pause."""
 
 
 @dataclass(slots=True)
@@ -221,7 +223,14 @@ class Reconciler:
     def views(self) -> tuple[MemberView, ...]:
         """The router first, then the workers in the order of the spec."""
         views = [
-            MemberView(member.member_id, member.phase, member.attempt, member.address, member.last_reason)
+            MemberView(
+                member_id=member.member_id,
+                phase=member.phase,
+                attempt=member.attempt,
+                address=member.address,
+                last_reason=member.last_reason,
+                starts_again=member.phase is Phase.ABSENT and member.due is not None and member.attempt > 0,
+            )
             for member in self._members.values()
         ]
         return (views[-1], *views[:-1])

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -80,8 +81,8 @@ class Handle(Protocol):
     async def set_workers(self, addresses: Mapping[str, str], timeout_s: float) -> str:
         """Of the router: serve with exactly these. Returns which are not connected after `timeout_s`, and why."""
 
-    def kill(self) -> None:
-        """End the process now. Idempotent; returns before it is gone."""
+    def kill(self, *, force: bool) -> None:
+        """End the process; with `force` although it may react to nothing. Idempotent; returns before it is gone."""
 
 
 class Host(Protocol):
@@ -206,7 +207,7 @@ class Supervisor:
                     self._spawn(self._end_gently(self._lives[member_id]))
                 case KillActor(member_id, _, reason):
                     logger.info("%s is killed: %s", member_id, reason)
-                    self._spawn(self._kill(self._lives[member_id]))
+                    self._spawn(self._kill(self._lives[member_id], force=True))
                 case PublishWorkers(addresses):
                     self._start_publishing(addresses)
                 case _:
@@ -226,7 +227,7 @@ class Supervisor:
             reason = str(error)
         except EngineError as error:
             reason, hopeless = str(error), not error.retryable
-        life.handle.kill()  # an actor that could not serve is a process still
+        life.handle.kill(force=False)  # an actor that could not serve is a process still
         life.report = None
         life.over.set()
         if life.ending:  # what Ray tells of an end that we asked for sounds like an accident
@@ -262,17 +263,18 @@ class Supervisor:
             logger.warning("%s did not stop within %g s", life.member_id, self._limits.stop_timeout_s)
         except ActorLost as error:
             logger.info("%s ended before it stopped: %s", life.member_id, error)
-        await self._kill(life)
+        await self._kill(life, force=False)
 
-    async def _kill(self, life: _Life) -> None:
+    async def _kill(self, life: _Life, *, force: bool) -> None:
         life.ending = True
-        life.handle.kill()
-        try:
-            async with asyncio.timeout(KILL_TIMEOUT_S):
-                await life.over.wait()
-        except TimeoutError:
-            reason = f"killed; its end was not confirmed within {KILL_TIMEOUT_S:g} s"
-            self._events.put_nowait(ActorDied(life.member_id, life.attempt, reason))
+        for harder in (True,) if force else (False, True):
+            life.handle.kill(force=harder)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(KILL_TIMEOUT_S):
+                    await life.over.wait()
+                    return
+        reason = f"killed; its end was not confirmed within {KILL_TIMEOUT_S:g} s"
+        self._events.put_nowait(ActorDied(life.member_id, life.attempt, reason))
 
     def _start_publishing(self, addresses: Mapping[str, str]) -> None:
         # Only the newest list matters. The router gets them in the order in which they were sent.
@@ -289,7 +291,7 @@ class Supervisor:
             return  # its life says so too
         except TimeoutError:
             missing = "the router does not answer"
-            router.handle.kill()
+            router.handle.kill(force=True)
         if not missing:
             self._connected = addresses
             self._tell()

@@ -44,7 +44,8 @@ def snapshot(phase: Phase, *, ready: bool = False, **other: tuple[Phase, int]) -
         its_phase, attempt = other.get(member_id.replace("-", "_"), (phase, 1))
         serves = its_phase is Phase.READY
         report = ReadyReport(address, f"life-{attempt}", ProcessId.mine()) if serves else None
-        view = MemberView(member_id, its_phase, attempt, address if serves else "", "killed" if attempt > 1 else "")
+        reason, again = ("killed", its_phase is Phase.ABSENT) if attempt > 1 else ("", False)
+        view = MemberView(member_id, its_phase, attempt, address if serves else "", reason, starts_again=again)
         members.append(Member(view, report))
     return Snapshot(ready, tuple(members))
 
@@ -102,3 +103,9 @@ def test_a_death_is_told_with_its_reason(account: Account, told: list[Update]) -
     account.changed(snapshot(Phase.STARTING))
     account.changed(snapshot(Phase.READY, decode_0=(Phase.ABSENT, 2)))
     assert told[-1] == MemberTrouble("decode-0", "killed")
+
+
+def test_a_death_that_ends_the_run_is_not_told_twice(account: Account, told: list[Update]) -> None:
+    account.changed(snapshot(Phase.STARTING))
+    account.changed(Snapshot(False, (Member(MemberView("decode-0", Phase.ABSENT, 1, "", "no memory"), None),)))
+    assert [update for update in told if isinstance(update, MemberTrouble)] == []

@@ -60,6 +60,7 @@ def test_a_dead_worker_is_unpublished_at_once_and_started_again_after_the_pause(
     died = reconciler.handle(ActorDied("decode-0", 1, "killed"), now=10.0)
 
     assert died == [PublishWorkers({"prefill-0": "prefill-0:1"})]
+    assert [view.member_id for view in reconciler.views() if view.starts_again] == ["decode-0"]
     assert reconciler.tick(now=10.9) == []
     assert reconciler.next_due == 11.0
     assert reconciler.tick(now=11.0) == [StartActor("decode-0", 2)]
@@ -175,6 +176,7 @@ def test_a_worker_that_can_never_start_fails_the_cluster_with_its_reason() -> No
     reconciler.handle(ActorReady("prefill-0", 1, "p"), now=1.0)
 
     reconciler.handle(ActorDied("decode-0", 1, "no such model", hopeless=True), now=1.0)
+    assert not any(view.starts_again for view in reconciler.views())
     for member_id in (ROUTER_ID, "prefill-0"):
         last = reconciler.handle(ActorDied(member_id, 1, "killed"), now=2.0)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster import supervisor as supervisor_module
 from cluster.reconcile import ROUTER_ID
 from cluster.spec import SupervisionSpec
 from cluster.supervisor import ActorLost, Handle, ReadyReport, Snapshot, Supervisor
@@ -73,8 +74,8 @@ class FakeActor:
         self.workers = addresses
         return self._host.not_connected
 
-    def kill(self) -> None:
-        if self._host.obeys:
+    def kill(self, *, force: bool) -> None:
+        if self._host.obeys or force:
             self.die("killed")
 
 
@@ -214,6 +215,18 @@ async def test_a_stop_drains_the_router_first_and_leaves_no_actor() -> None:
 
     assert host.stops[0] == ROUTER_ID
     assert sorted(host.stops) == sorted((ROUTER_ID, *WORKERS))
+    assert host.alive == []
+
+
+async def test_actors_that_do_not_end_when_asked_are_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "KILL_TIMEOUT_S", 0.01)
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        host.obeys = False
+        watched.supervisor.request_stop()
+        await watched.task
+
     assert host.alive == []
 
 

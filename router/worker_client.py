@@ -20,6 +20,7 @@ from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from router.config import RouterConfig
 from router.peer import Peer
 from router.session import WorkerSession
+from router.silence import SilenceWatch
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,10 @@ class WorkerClient:
         self.state = WorkerState.CONNECTING
         self.detail = "not dialled yet"
         """Why it is not ready; empty while it is."""
+        self.lost_at: float | None = None
+        """When it was last lost, on the event loop's clock; None while it is ready."""
+        self.lost_because = ""
+        """Why it was last lost; `detail` goes on to say why it cannot be reached again."""
         self.peer: Peer | None = None
         """As it last introduced itself."""
         self.session: WorkerSession | None = None
@@ -113,14 +118,19 @@ class WorkerClient:
         """Read and write until the stream ends, or nothing has come for `silence_s`."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._config.silence_s) as silence:
-                session = WorkerSession(peer, self._config.max_outbox, lambda: silence.reschedule(loop.time()))
+            async with asyncio.timeout(None) as scope:
+
+                def give_up() -> None:
+                    scope.reschedule(loop.time())
+
+                session = WorkerSession(peer, self._config.max_outbox, give_up)
                 self._become_ready(session)
                 writer = asyncio.create_task(_write(call, session), name=f"writer to {self.address}")
                 try:
-                    while isinstance(response := await call.read(), worker_pb2.SessionResponse):
-                        silence.reschedule(loop.time() + self._config.silence_s)
-                        session.deliver(response)
+                    with SilenceWatch(self._config.silence_s, give_up) as silence:
+                        while isinstance(response := await call.read(), worker_pb2.SessionResponse):
+                            silence.heard()
+                            session.deliver(response)
                 finally:
                     writer.cancel()
                     await asyncio.wait({writer})
@@ -129,14 +139,15 @@ class WorkerClient:
 
     def _become_ready(self, session: WorkerSession) -> None:
         self.session = session
-        self.state, self.detail = WorkerState.READY, ""
+        self.state, self.detail, self.lost_at = WorkerState.READY, "", None
         logger.info("worker %s (%s) is ready at %s", session.peer.worker_id, session.peer.role, self.address)
         self._changed()
 
     def _lose(self, reason: str, level: int = logging.WARNING) -> None:
         session, self.session = self.session, None
         if session is not None:
-            self.state = WorkerState.LOST
+            self.state, self.lost_at = WorkerState.LOST, asyncio.get_running_loop().time()
+            self.lost_because = reason
             logger.log(level, "worker %s at %s is lost: %s", session.peer.worker_id, self.address, reason)
             session.end(WorkerLost(f"{session.peer.worker_id}: {reason}"))
         self.detail = reason

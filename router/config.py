@@ -30,8 +30,12 @@ class RouterConfig:
     """Deadline of a call that brings none."""
     max_attempts: int = 3
     """Placements of one request, the first included."""
-    no_worker_wait_s: float = 5.0
-    """How long a request waits for a decode worker to become ready."""
+    no_worker_wait_s: float = 30.0
+    """How long a request waits for a decode worker, if one was ready within `worker_memory_s`: it is being replaced."""
+    cold_wait_s: float = 5.0
+    """The same if none was. At most `no_worker_wait_s`."""
+    worker_memory_s: float = 60.0
+    """How long a worker that was taken away is still told of, with the reason."""
     reserve_share: float = 0.5
     """Of the time that is left, how much one reservation may take before another worker is asked."""
     prefill_share: float = 0.6
@@ -105,6 +109,8 @@ _SECONDS = (
     "retry_after_s",
     "default_timeout_s",
     "no_worker_wait_s",
+    "cold_wait_s",
+    "worker_memory_s",
     "handover_wait_s",
     "connect_timeout_s",
     "silence_s",

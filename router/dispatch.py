@@ -162,7 +162,7 @@ class Dispatcher:
 
     async def _place(self, job: _Job, failure: AttemptFailed | None) -> Sequence[PricedPair]:
         """Pairs of ready workers, best first. If there is none, wait for a decode worker, but not for long."""
-        wait_s = min(self._config.no_worker_wait_s, job.live.remaining_s() * NO_WORKER_SHARE)
+        wait_s = min(self._no_worker_wait_s(), job.live.remaining_s() * NO_WORKER_SHARE)
         try:
             async with asyncio.timeout(wait_s):
                 while True:
@@ -175,12 +175,23 @@ class Dispatcher:
                         raise failure.error  # every decode worker that there is has refused
                     await self._registry.changed()
         except TimeoutError:
-            raise NoWorkers(f"no decode worker within {wait_s:.3g} s: {self._registry.why_not_ready()}") from None
+            why = self._registry.why_no_decode_worker()
+            raise NoWorkers(f"no decode worker within {wait_s:.3g} s: {why}") from None
+
+    def _no_worker_wait_s(self) -> float:
+        """Shorter where it cannot be hoped that a worker is being replaced."""
+        longest = self._config.no_worker_wait_s
+        return longest if self._registry.was_ready_lately() else min(longest, self._config.cold_wait_s)
 
     def _check_fits(self, request: GenerationRequest) -> None:
-        limit = self._registry.max_request_tokens()
-        if limit is not None:
-            validate.check_length(request, min(limit, self._model.max_model_len))
+        """Refuse what no ready worker can ever hold."""
+        worker = self._registry.roomiest()
+        if worker is None or worker.max_request_tokens >= self._model.max_model_len:
+            return
+        why = f"{worker.worker_id} takes no more"
+        if worker.pool_is_the_limit:
+            why = f"the KV pool of {worker.worker_id} holds {worker.pool_tokens} tokens"
+        validate.check_length(request, worker.max_request_tokens, why)
 
     def _price(self, job: _Job) -> Sequence[PricedPair]:
         workers = self._registry.snapshots()

@@ -61,9 +61,17 @@ class WorkerSnapshot:
         return max(self.running + self.waiting, self.in_flight)
 
     @property
+    def pool_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
     def max_request_tokens(self) -> int:
         """Prompt and output of the largest request that fits. The last token needs no KV."""
-        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+        return min(self.max_model_len, self.pool_tokens + 1)
+
+    @property
+    def pool_is_the_limit(self) -> bool:
+        return self.pool_tokens + 1 < self.max_model_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,15 +7,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from router.config import RouterConfig
 from router.peer import Peer, check_peer
 from router.policy import DECODE, WorkerSnapshot
 from router.session import WorkerSession
-from router.worker_client import WorkerClient
+from router.worker_client import WorkerClient, WorkerState
 
 logger = logging.getLogger(__name__)
+
+MAX_DEPARTED = 64
+"""Of the workers that were taken away, how many are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """A worker that is not dialled any more."""
+
+    peer: Peer
+    why: str
+    at: float
+    """When it was lost, or else taken away; on the event loop's clock."""
+
+    def told(self, now: float) -> str:
+        return f"{self.peer.worker_id} ({self.peer.address}): {self.detail(now)}"
+
+    def detail(self, now: float) -> str:
+        return f"lost {now - self.at:.0f} s ago: {self.why}"
 
 
 class Registry:
@@ -32,6 +53,11 @@ class Registry:
         self._leaving: set[asyncio.Task[None]] = set()
         """Cancelled, not yet done."""
         self._change = asyncio.Event()
+        self._departed: dict[str, Departed] = {}
+        """By name; the last that were taken away, oldest first."""
+        self._was_ready = False
+        self._ready_until = -math.inf
+        """When a decode worker was last known to be ready."""
 
     def add_addresses(self, addresses: Iterable[str]) -> None:
         """Workers whose ids are not known beforehand."""
@@ -45,8 +71,10 @@ class Registry:
         """
         for key, client in list(self._clients.items()):
             if addresses.get(key) != client.address:
+                self._remember(client)
                 self._drop(key)
         for worker_id, address in addresses.items():
+            self._departed.pop(worker_id, None)
             if worker_id not in self._clients:
                 self._add(worker_id, address, worker_id)
         self._notify()
@@ -66,6 +94,16 @@ class Registry:
     def workers(self) -> tuple[WorkerClient, ...]:
         return tuple(self._clients.values())
 
+    def departed(self) -> list[Departed]:
+        """Workers that `set_workers` took away within `worker_memory_s`, and that did not come back; oldest first."""
+        since = self._now() - self._config.worker_memory_s
+        self._departed = {name: gone for name, gone in self._departed.items() if gone.at >= since}
+        return list(self._departed.values())
+
+    def was_ready_lately(self) -> bool:
+        """Whether a decode worker is ready, or was within `worker_memory_s`."""
+        return self.is_ready() or self._now() - self._ready_until <= self._config.worker_memory_s
+
     def session(self, worker_id: str) -> WorkerSession:
         """Of a ready worker; `KeyError` if it is none."""
         for session in self._sessions():
@@ -81,21 +119,19 @@ class Registry:
         """Whether requests can be served: prefill workers help, decode workers are needed."""
         return any(session.peer.role == DECODE for session in self._sessions())
 
-    def max_request_tokens(self) -> int | None:
-        """Prompt and output of the largest request that some ready decode worker can hold; None if none is ready."""
-        limits = [snapshot.max_request_tokens for snapshot in self.snapshots() if snapshot.role == DECODE]
-        return max(limits, default=None)
+    def roomiest(self) -> WorkerSnapshot | None:
+        """The ready decode worker that can hold the largest request; None if none is ready."""
+        decode = [snapshot for snapshot in self.snapshots() if snapshot.role == DECODE]
+        return max(decode, key=lambda snapshot: snapshot.max_request_tokens, default=None)
 
     def why_not_ready(self) -> str:
-        """For a client that finds no decode worker: every worker that is not ready, and why."""
-        if not self._clients:
-            return "no worker is known"
-        reasons = [
-            f"{client.name} is {client.state}: {client.detail}"
-            for client in self._clients.values()
-            if client.session is None
-        ]
-        return "; ".join(reasons) or "none of the ready workers is a decode worker"
+        """Every known worker that is not ready, and why."""
+        return "; ".join(self._reasons()) or self._no_reason()
+
+    def why_no_decode_worker(self) -> str:
+        """For a client that finds none: also who was taken away lately, and why."""
+        now = self._now()
+        return "; ".join([*(gone.told(now) for gone in self.departed()), *self._reasons()]) or self._no_reason()
 
     def check_integrity(self) -> None:
         """Whatever is going on."""
@@ -111,6 +147,29 @@ class Registry:
         self.check_integrity()
         for session in self._sessions():
             assert session.in_flight == 0, f"{session.in_flight} requests were left on {session.peer.worker_id}"
+
+    def _reasons(self) -> list[str]:
+        return [
+            f"{client.name} is {client.state}: {client.detail}"
+            for client in self._clients.values()
+            if client.session is None
+        ]
+
+    def _no_reason(self) -> str:
+        return "none of the ready workers is a decode worker" if self._clients else "no worker is known"
+
+    def _remember(self, client: WorkerClient) -> None:
+        if client.peer is None:
+            return  # it never said who it is
+        why = client.lost_because if client.state is WorkerState.LOST else client.detail
+        gone = Departed(client.peer, why or client.detail or "taken out of service", client.lost_at or self._now())
+        self._departed.pop(gone.peer.worker_id, None)
+        self._departed[gone.peer.worker_id] = gone
+        if len(self._departed) > MAX_DEPARTED:
+            del self._departed[next(iter(self._departed))]
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     def _sessions(self) -> list[WorkerSession]:
         return [client.session for client in self._clients.values() if client.session is not None]
@@ -134,6 +193,10 @@ class Registry:
 
     def _notify(self) -> None:
         """Wake everyone who waits now; who waits later waits for the next change."""
+        ready = self.is_ready()
+        if ready or self._was_ready:
+            self._ready_until = self._now()
+        self._was_ready = ready
         self._change.set()
         self._change = asyncio.Event()
 

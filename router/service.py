@@ -13,9 +13,10 @@ from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router import validate
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.registry import Registry
+from router.peer import Peer
+from router.registry import Departed, Registry
 from router.served_model import ServedModel
-from router.worker_client import WorkerClient
+from router.worker_client import WorkerClient, WorkerState
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -78,12 +79,15 @@ class AdminService(router_pb2_grpc.AdminServicer):
         self._dispatcher = dispatcher
 
     async def Status(self, request: router_pb2.StatusRequest, context: _Context) -> router_pb2.StatusResponse:
-        history = self._dispatcher.history
+        history, now = self._dispatcher.history, asyncio.get_running_loop().time()
         return router_pb2.StatusResponse(
             router_id=self._config.router_id,
             version=self._version,
             uptime_ms=self._dispatcher.uptime_ms(),
-            workers=[_worker_status(client) for client in self._registry.workers],
+            workers=[
+                *(_worker_status(client) for client in self._registry.workers),
+                *(_departed_status(gone, now) for gone in self._registry.departed()),
+            ],
             live_requests=self._dispatcher.admission.live,
             requests_total=history.requests_total,
             requests_failed=history.requests_failed,
@@ -94,11 +98,7 @@ def _worker_status(client: WorkerClient) -> router_pb2.WorkerStatus:
     """Of a worker that is not ready, what was last known of it, without its load."""
     status = router_pb2.WorkerStatus(address=client.address, state=client.state.value, detail=client.detail)
     if client.peer is not None:
-        status.worker_id = client.peer.worker_id
-        status.incarnation = client.peer.incarnation
-        status.role = client.peer.role
-        status.pid = client.peer.pid
-        status.blocks_total = client.peer.num_blocks
+        _introduce(status, client.peer)
     if client.session is not None:
         load = client.session.load
         status.running = load.running
@@ -113,3 +113,17 @@ def _worker_status(client: WorkerClient) -> router_pb2.WorkerStatus:
         status.resident_bytes = load.resident_bytes
         status.errors.update(load.errors)
     return status
+
+
+def _departed_status(gone: Departed, now: float) -> router_pb2.WorkerStatus:
+    status = router_pb2.WorkerStatus(address=gone.peer.address, state=WorkerState.LOST.value, detail=gone.detail(now))
+    _introduce(status, gone.peer)
+    return status
+
+
+def _introduce(status: router_pb2.WorkerStatus, peer: Peer) -> None:
+    status.worker_id = peer.worker_id
+    status.incarnation = peer.incarnation
+    status.role = peer.role
+    status.pid = peer.pid
+    status.blocks_total = peer.num_blocks

@@ -103,16 +103,17 @@ def tokenize(message: Input, tokenizer: Tokenizer, max_model_len: int) -> bytes:
     return _some(pack_tokens(tokenizer.encode(text)), "prompt")
 
 
-def check_length(request: GenerationRequest, limit: int) -> None:
-    """`limit` is in tokens, prompt and output together."""
+def check_length(request: GenerationRequest, limit: int, why: str = "") -> None:
+    """`limit` is in tokens, prompt and output together; `why` it is not the model's."""
     num_prompt_tokens = request.num_prompt_tokens
+    because = f" ({why})" if why else ""
     if num_prompt_tokens >= limit:
-        raise RequestError("prompt", _too_many_tokens(limit, f"got {num_prompt_tokens}"))
+        raise RequestError("prompt", _too_many_tokens(limit, f"got {num_prompt_tokens}{because}"))
     if request.max_total_tokens > limit:
         raise RequestError(
             "max_tokens",
             f"prompt and max_tokens together may be {limit} tokens; "
-            f"got {num_prompt_tokens} + {request.params.max_tokens}",
+            f"got {num_prompt_tokens} + {request.params.max_tokens}{because}",
         )
 
 

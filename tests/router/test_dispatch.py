@@ -200,7 +200,7 @@ async def test_a_request_larger_than_every_pool_is_refused(fleet: Fleet) -> None
     error = await fleet.call(PROMPT, sampling={"max_tokens": 7}).error()
     assert isinstance(error, RequestError)
     assert error.field == "max_tokens"
-    assert "17" in str(error)
+    assert "may be 17 tokens; got 11 + 7 (the KV pool of d0 holds 16 tokens)" in str(error)
     await fleet.call(PROMPT, sampling={"max_tokens": 6}).done()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from fake_worker import FINGERPRINT, FakeWorker
 from router_fleet import CONFIG
 
-from router.registry import Registry
+from router.registry import MAX_DEPARTED, Registry
 from router.worker_client import WorkerClient, WorkerState
 
 
@@ -59,7 +60,7 @@ async def test_a_worker_becomes_ready_with_what_it_said_of_itself(workers: Worke
     assert client.peer is not None
     assert (client.peer.worker_id, client.peer.incarnation, client.peer.pid) == ("d0", "d0-1", 4711)
     assert registry.is_ready()
-    assert registry.max_request_tokens() == 200
+    assert registry.snapshots()[0].max_request_tokens == 200
 
 
 async def test_prefill_workers_alone_make_no_router_ready(workers: Workers) -> None:
@@ -67,7 +68,7 @@ async def test_prefill_workers_alone_make_no_router_ready(workers: Workers) -> N
     registry.add_addresses([await workers.start(FakeWorker("prefill", "p0"))])
     await workers.until(WorkerState.READY)
     assert not registry.is_ready()
-    assert registry.max_request_tokens() is None
+    assert registry.roomiest() is None
     assert registry.why_not_ready() == "none of the ready workers is a decode worker"
 
 
@@ -187,6 +188,48 @@ async def test_set_workers_gives_up_who_is_left_out_and_keeps_the_rest(workers: 
     await dropped.no_sessions()
     assert second is not None
     assert second.over is not None
+
+
+async def test_a_worker_that_was_taken_away_is_remembered_with_the_reason_until_it_comes_back(workers: Workers) -> None:
+    registry = workers.start_registry(worker_memory_s=60.0)
+    worker = FakeWorker("decode", "d0")
+    addresses = {"d0": await workers.start(worker)}
+    registry.set_workers(addresses)
+    await workers.until(WorkerState.READY)
+    await worker.stop()
+    why = (await workers.until(WorkerState.LOST)).lost_because
+    registry.set_workers({})
+    (gone,) = registry.departed()
+    assert (gone.peer.worker_id, gone.why) == ("d0", why)
+    assert registry.workers == ()
+    assert re.fullmatch(rf"d0 \({addresses['d0']}\): lost \d+ s ago: {re.escape(why)}", registry.why_no_decode_worker())
+    assert registry.was_ready_lately()
+    await worker.start()
+    registry.set_workers(addresses)
+    assert registry.departed() == []
+    await workers.until(WorkerState.READY)
+
+
+async def test_a_worker_that_was_taken_away_is_forgotten_after_a_while(workers: Workers) -> None:
+    registry = workers.start_registry(worker_memory_s=1e-9)
+    registry.set_workers({"d0": await workers.start(FakeWorker("decode", "d0"))})
+    await workers.until(WorkerState.READY)
+    assert registry.was_ready_lately()
+    registry.set_workers({})
+    assert registry.departed() == []
+    assert not registry.was_ready_lately()
+    assert registry.why_no_decode_worker() == "no worker is known"
+
+
+async def test_only_so_many_workers_are_remembered(workers: Workers) -> None:
+    registry = workers.start_registry()
+    for number in range(MAX_DEPARTED + 1):
+        worker = FakeWorker("decode", f"d{number}")
+        registry.set_workers({worker.worker_id: await workers.start(worker)})
+        await workers.until(WorkerState.READY)
+    registry.set_workers({})
+    names = [gone.peer.worker_id for gone in registry.departed()]
+    assert names == [f"d{number}" for number in range(1, MAX_DEPARTED + 1)]
 
 
 async def test_another_worker_at_the_expected_address_is_refused(workers: Workers) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from fake_worker import FakeWorker, expected_output
 from router_fleet import Fleet
@@ -189,6 +191,39 @@ async def test_a_lost_last_decode_worker_ends_the_request_after_the_wait(fleet: 
     assert isinstance(error, NoWorkers)
     assert "d0" in str(error)
     assert call.token_ids == EXPECTED[:2]
+
+
+async def test_a_request_outlasts_the_replacement_of_the_only_decode_worker(fleet: Fleet) -> None:
+    await fleet.start(one_pair(), no_worker_wait_s=5.0, cold_wait_s=1e-6)
+    fleet.workers["d0"].die_at = ("output", 2)
+    prefill = {"p0": fleet.workers["p0"].address}
+    fleet.registry.set_workers(prefill | {"d0": fleet.workers["d0"].address})
+    await fleet.ready(2)
+    call = fleet.call()
+    await call.tokens(2)
+    fleet.registry.set_workers(prefill)
+    successor = fleet.workers["d0-again"] = FakeWorker("decode", "d0")
+    fleet.registry.set_workers(prefill | {"d0": await successor.start()})
+    await call.done()
+    assert call.token_ids == EXPECTED
+
+
+async def test_a_decode_worker_that_was_taken_away_is_named_to_the_client_with_the_reason(fleet: Fleet) -> None:
+    await fleet.start(one_pair(), no_worker_wait_s=1.0)
+    fleet.workers["d0"].die_at = ("output", 2)
+    call = fleet.call()
+    await call.tokens(2)
+    while fleet.registry.is_ready():
+        await fleet.registry.changed()
+    fleet.registry.set_workers({"p0": fleet.workers["p0"].address})
+    error = await call.error()
+    assert isinstance(error, NoWorkers)
+    assert re.search(r"d0 \(127.0.0.1:\d+\): lost \d+ s ago: .*this worker died", str(error))
+
+
+async def test_without_a_decode_worker_in_memory_the_wait_is_the_short_one(fleet: Fleet) -> None:
+    await fleet.start([FakeWorker("prefill", "p0")], no_worker_wait_s=60.0, cold_wait_s=0.01)
+    assert str(await fleet.call().error()).startswith("no decode worker within 0.01 s")
 
 
 async def test_one_lost_prefill_worker_fails_over_only_the_requests_on_it(fleet: Fleet) -> None:

@@ -185,6 +185,16 @@ async def test_status_says_why_a_worker_is_not_ready(front: Front) -> None:
     assert "'d0' answers where 'd9' was expected" in worker.detail
 
 
+async def test_status_still_shows_a_worker_that_was_taken_away(front: Front) -> None:
+    await front.start()
+    front.server.set_workers({})
+    admin: router_pb2_grpc.AdminAsyncStub = router_pb2_grpc.AdminStub(front.channel)
+    status = await admin.Status(router_pb2.StatusRequest())
+    shown = {worker.worker_id: (worker.role, worker.state, worker.detail) for worker in status.workers}
+    detail = "lost 0 s ago: taken out of service"  # by the clock of the router, which was not asked for longer
+    assert shown == {"p0": ("prefill", "lost", detail), "d0": ("decode", "lost", detail)}
+
+
 async def test_health_is_serving_exactly_while_a_decode_worker_is_ready(front: Front) -> None:
     await front.start()
     stub = health_pb2_grpc.HealthStub(front.channel)

@@ -136,8 +136,12 @@ class Fleet:
     async def start(self, workers: Sequence[FakeWorker], **settings: Any) -> None:
         """Connect a router to `workers`; all of them are ready then."""
         await self.start_router(workers, **settings)
+        await self.ready(len(workers))
+
+    async def ready(self, count: int) -> None:
+        """Wait until `count` workers are."""
         async with asyncio.timeout(5):
-            while len(self.registry.snapshots()) < len(workers):
+            while len(self.registry.snapshots()) < count:
                 await self.registry.changed()
 
     async def start_router(self, workers: Sequence[FakeWorker], **settings: Any) -> None:

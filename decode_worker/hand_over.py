@@ -19,6 +19,8 @@ class HandOver:
         self._cached_tokens = reservation.cached_tokens
         self._num_tokens = num_tokens
         self._block_size = block_size
+        self._blocks_refused = 0
+        self._bytes_refused = 0
 
     @property
     def complete(self) -> bool:
@@ -27,14 +29,24 @@ class HandOver:
     def adopt(self, ordinal: int) -> None:
         self._missing.discard(ordinal)
 
+    def refuse(self, num_bytes: int) -> None:
+        """A block came and was not what was agreed."""
+        self._blocks_refused += 1
+        self._bytes_refused += num_bytes
+
     def message(self, request_id: str, stats: TransferStats | None, error: str = "") -> worker_pb2.HandedOver:
-        """`stats` is None if no block arrived. With `error`, all from the first gap on is computed here."""
+        """`stats` is None if no block was adopted. With `error`, all from the first gap on is computed here."""
         message = worker_pb2.HandedOver(
-            request_id=request_id, blocks_cached=self._cached_tokens // self._block_size, error=error
+            request_id=request_id,
+            blocks_received=self._blocks_refused,
+            bytes_received=self._bytes_refused,
+            blocks_cached=self._cached_tokens // self._block_size,
+            error=error,
         )
         if stats is not None:
             message.blocks_adopted = stats.blocks
-            message.bytes_received = stats.bytes
+            message.blocks_received += stats.blocks
+            message.bytes_received += stats.bytes
             message.transport = stats.transport
             message.transfer_us = round(stats.seconds * 1e6)
         if error:

@@ -40,6 +40,8 @@ class Stream:
     """Slots of the closed ticket that a link is still writing."""
     given_up: TransferError | None = None
     """Why the rest of the blocks will not come."""
+    uncounted: TransferError | None = None
+    """The same, while it may still turn out that the request was cancelled and the transfer ended for that."""
     stopping: bool = False
     """Cancelled, overdue or failed."""
     forgotten: bool = False

@@ -203,7 +203,13 @@ class DecodeWorker:
 
     def block_refused(self, ticket_id: str, ordinal: int, error: TransferError) -> None:
         """On a link thread."""
-        self._core.notify(self._give_up_key, ticket_id, error)
+        self._core.notify(self._block_refused, ticket_id, error)
+
+    def _block_refused(self, key: str, error: TransferError) -> None:
+        record = self._core.live.by_key(key)
+        if record is not None and record.hand_over is not None and record.phase is Phase.OPEN:
+            record.hand_over.refuse(self._core.parts.kv.layout.block_bytes)
+        self._give_up_key(key, error)
 
     def link_lost(self, ticket_ids: Collection[str], error: TransferError) -> None:
         """On a link thread."""
@@ -234,11 +240,20 @@ class DecodeWorker:
         if record.given_up is not None or record.phase not in (Phase.WAITING, Phase.OPEN):
             return
         record.given_up = error
-        self._core.count(error)
+        if isinstance(error, LinkClosed):
+            record.uncounted = error
+        else:  # wrong bytes are a fault, whatever becomes of the request
+            self._core.count(error)
         if record.phase is Phase.OPEN:  # else the grant settles it
             self._close_ticket(record)
             if not record.busy:
                 self._settle(record)
+
+    def _count_loss(self, record: Stream) -> None:
+        """The request goes on without the blocks that did not come: so it was not cancelled."""
+        error, record.uncounted = record.uncounted, None
+        if error is not None:
+            self._core.count(error)
 
     def _close_ticket(self, record: Stream) -> None:
         record.phase = Phase.CLOSING
@@ -296,6 +311,7 @@ class DecodeWorker:
             record = self._core.live.by_key(update.request_id)
             if record is None or record.stopping:
                 continue
+            self._count_loss(record)
             if update.error is not None:
                 self._stop(record, update.error)
                 continue

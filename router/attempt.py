@@ -111,7 +111,7 @@ class Attempt:
             decode_worker=self.decode.worker.worker_id,
             attempts=self.number,
             blocks_computed=prefilled.blocks_computed,
-            blocks_sent=handed_over.blocks_adopted,
+            blocks_sent=max(handed_over.blocks_received, handed_over.blocks_adopted),  # older workers tell no refusals
             blocks_adopted=handed_over.blocks_adopted,
             blocks_cached=handed_over.blocks_cached or cached,
             bytes_sent=handed_over.bytes_received,

@@ -280,6 +280,7 @@ class Route(_message.Message):
     blocks_computed: _builtins.int
     """By the prefill worker."""
     blocks_sent: _builtins.int
+    """That arrived at the decode worker, adopted or refused."""
     blocks_adopted: _builtins.int
     """Verified and registered by the decode worker."""
     blocks_cached: _builtins.int
@@ -656,12 +657,20 @@ class StatusResponse(_message.Message):
     LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     REQUESTS_TOTAL_FIELD_NUMBER: _builtins.int
     REQUESTS_FAILED_FIELD_NUMBER: _builtins.int
+    REQUESTS_CANCELLED_FIELD_NUMBER: _builtins.int
+    REQUESTS_REFUSED_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     version: _builtins.str
     uptime_ms: _builtins.int
     live_requests: _builtins.int
     requests_total: _builtins.int
+    """Admitted. Those that did not end well are in exactly one of the next three."""
     requests_failed: _builtins.int
+    """By a fault, a lost worker, a lack of room or time: UNAVAILABLE, INTERNAL and so on."""
+    requests_cancelled: _builtins.int
+    """By their client, or because it went away."""
+    requests_refused: _builtins.int
+    """INVALID_ARGUMENT."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     def __init__(
@@ -674,10 +683,12 @@ class StatusResponse(_message.Message):
         live_requests: _builtins.int = ...,
         requests_total: _builtins.int = ...,
         requests_failed: _builtins.int = ...,
+        requests_cancelled: _builtins.int = ...,
+        requests_refused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["live_requests", b"live_requests", "requests_failed", b"requests_failed", "requests_total", b"requests_total", "router_id", b"router_id", "uptime_ms", b"uptime_ms", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["live_requests", b"live_requests", "requests_cancelled", b"requests_cancelled", "requests_failed", b"requests_failed", "requests_refused", b"requests_refused", "requests_total", b"requests_total", "router_id", b"router_id", "uptime_ms", b"uptime_ms", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

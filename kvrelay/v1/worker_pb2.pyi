@@ -537,10 +537,12 @@ class HandedOver(_message.Message):
     TRANSFER_US_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    BLOCKS_RECEIVED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     blocks_adopted: _builtins.int
     blocks_cached: _builtins.int
     bytes_received: _builtins.int
+    """Of the blocks received."""
     transport: _builtins.str
     transfer_us: _builtins.int
     """First byte of the first block to the last block's adoption."""
@@ -548,6 +550,8 @@ class HandedOver(_message.Message):
     """Prompt tokens that are computed here because their KV did not come."""
     error: _builtins.str
     """Why it did not come."""
+    blocks_received: _builtins.int
+    """Adopted or refused; those that came after the account was settled are in none."""
     def __init__(
         self,
         *,
@@ -559,10 +563,11 @@ class HandedOver(_message.Message):
         transfer_us: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
         error: _builtins.str = ...,
+        blocks_received: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_adopted", b"blocks_adopted", "blocks_cached", b"blocks_cached", "bytes_received", b"bytes_received", "error", b"error", "recomputed_tokens", b"recomputed_tokens", "request_id", b"request_id", "transfer_us", b"transfer_us", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_adopted", b"blocks_adopted", "blocks_cached", b"blocks_cached", "blocks_received", b"blocks_received", "bytes_received", b"bytes_received", "error", b"error", "recomputed_tokens", b"recomputed_tokens", "request_id", b"request_id", "transfer_us", b"transfer_us", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

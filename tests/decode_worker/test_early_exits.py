@@ -9,7 +9,7 @@ from fakes import FakeModel, expected_output
 from roles import Router, check_nothing_left, make_config, make_parts, sampling
 
 from decode_worker.worker import DecodeWorker
-from engine.errors import Draining, LinkClosed, RequestError
+from engine.errors import DigestMismatch, Draining, LinkClosed, RequestError
 from kv_transfer.reservation import WriteGrant
 from kvrelay.v1 import worker_pb2
 from worker.session import MalformedRequest
@@ -50,6 +50,51 @@ async def test_a_cancel_at_any_stage_leaves_nothing(worker: DecodeWorker, router
         messages.append(await router.next())
 
     assert messages[-1].ended.error == ""
+
+
+@pytest.mark.parametrize("first", ["abort", "cancel"])
+async def test_a_transfer_that_ends_because_of_a_cancel_is_no_error(
+    worker: DecodeWorker, router: Router, first: str
+) -> None:
+    await router.send(reserve=reserve())
+    ticket = (await router.expect("reserved")).ticket
+    for what in ("abort", "cancel") if first == "abort" else ("cancel", "abort"):
+        if what == "abort":
+            worker.link_lost([ticket.ticket_id], LinkClosed("the sender aborted the transfer"))
+        else:
+            await router.cancel("a")
+
+    while not (await router.next()).HasField("ended"):
+        pass
+    assert dict((await worker.load()).errors) == {}
+
+
+async def test_a_transfer_that_ends_under_a_request_that_goes_on_is_one_error(
+    worker: DecodeWorker, router: Router
+) -> None:
+    await router.send(reserve=reserve())
+    ticket = (await router.expect("reserved")).ticket
+    worker.link_lost([ticket.ticket_id], LinkClosed("gone"))
+    await router.expect("handed_over")
+    await router.send(start=start())
+    await router.expect("step")
+
+    assert dict((await worker.load()).errors) == {"LinkClosed": 1}
+    await router.cancel("a")
+
+
+async def test_a_wrong_block_is_an_error_and_told_of_whatever_becomes_of_the_request(
+    worker: DecodeWorker, router: Router
+) -> None:
+    await router.send(reserve=reserve())
+    ticket = (await router.expect("reserved")).ticket
+    worker.block_refused(ticket.ticket_id, 0, DigestMismatch("block 0 is not what was sent"))
+    handed_over = await router.expect("handed_over")
+    await router.cancel("a")
+    await router.expect("ended")
+
+    assert (handed_over.blocks_received, handed_over.blocks_adopted) == (1, 0)
+    assert dict((await worker.load()).errors) == {"DigestMismatch": 1}
 
 
 async def test_the_deadline_ends_a_request_that_waits_for_blocks(worker: DecodeWorker, router: Router) -> None:

@@ -44,3 +44,13 @@ def test_without_any_arrival_only_the_cached_prefix_is_not_recomputed() -> None:
     message = hand_over().message("a", None, "LinkClosed: gone")
 
     assert (message.recomputed_tokens, message.blocks_adopted, message.error) == (10, 0, "LinkClosed: gone")
+
+
+def test_a_refused_block_was_received_but_not_adopted() -> None:
+    h = hand_over()
+    h.adopt(1)
+    h.refuse(100)
+    message = h.message("a", TransferStats(blocks=1, bytes=100, transport="shm", seconds=0.5), "DigestMismatch: bad")
+
+    assert (message.blocks_received, message.blocks_adopted, message.bytes_received) == (2, 1, 200)
+    assert message.recomputed_tokens == 14 - 8

@@ -125,6 +125,7 @@ async def test_aborts_at_random_points_leave_nothing_and_disturb_nobody(tmp_path
             generations = await asyncio.gather(*(cluster.generate(prompt, 10) for prompt in prompts))
             await aborting
             assert [g.token_ids for g in generations] == [expected_output(prompt, 10) for prompt in prompts]
+    assert cluster.errors == {}
 
 
 async def test_a_prefill_worker_that_stops_in_the_middle_of_a_prompt_is_replaced_by_the_decode_worker(
@@ -187,6 +188,7 @@ async def test_a_corrupted_block_is_refused_and_computed_again(
 
     assert generation.token_ids == expected_output(PROMPT, 20)
     assert generation.route.recomputed_tokens >= len(PROMPT) - 8 * corrupt_at - 8
+    assert generation.route.blocks_sent == generation.route.blocks_adopted + 1
     assert cluster.errors["DigestMismatch"] >= 1
 
 

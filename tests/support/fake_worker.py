@@ -276,6 +276,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             handed_over=worker_pb2.HandedOver(
                 request_id=start.request_id,
                 blocks_adopted=0 if start.compute_missing else blocks,
+                blocks_received=0 if start.compute_missing else blocks,
                 bytes_received=0 if start.compute_missing else blocks * 100,
                 transport="" if start.compute_missing else "shm",
                 recomputed_tokens=num_prompt_tokens if start.compute_missing else 0,

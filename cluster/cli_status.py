@@ -57,7 +57,8 @@ def explain(request_id: str, address: str, as_json: bool) -> None:
 def status_view(status: ClusterStatus) -> RenderableType:
     headline = (
         f"router {status.router_id}, version {status.version}, up {format_duration(status.uptime_ms // 1000)}: "
-        f"{status.live_requests} live requests, {status.requests_total} in all, {status.requests_failed} failed"
+        f"{status.live_requests} live requests, {status.requests_total} in all, {status.requests_failed} failed, "
+        f"{status.requests_cancelled} cancelled, {status.requests_refused} refused"
     )
     if not status.workers:
         return Group(Text(headline), Text("no workers"))

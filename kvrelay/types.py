@@ -281,6 +281,10 @@ class ClusterStatus:
     live_requests: int
     requests_total: int
     requests_failed: int
+    requests_cancelled: int
+    """By their client."""
+    requests_refused: int
+    """They could never be served."""
 
     @classmethod
     def from_proto(cls, message: router_pb2.StatusResponse) -> Self:
@@ -292,6 +296,8 @@ class ClusterStatus:
             live_requests=message.live_requests,
             requests_total=message.requests_total,
             requests_failed=message.requests_failed,
+            requests_cancelled=message.requests_cancelled,
+            requests_refused=message.requests_refused,
         )
 
 

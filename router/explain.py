@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError, RequestCancelled, RequestError
 from kvrelay._status import status_of
 from kvrelay.v1 import router_pb2
 from router.policy import PricedPair
@@ -60,7 +60,11 @@ class History:
         self.requests_total = 0
         """Admitted; those that were shed or had a live id are not among them."""
         self.requests_failed = 0
-        """Of these, ended with another status than OK."""
+        """Of these, ended by a fault, a lost worker, a lack of room or of time."""
+        self.requests_cancelled = 0
+        """Of these, ended by their client."""
+        self.requests_refused = 0
+        """Of these, ended because they could never be served."""
 
     @contextmanager
     def record(self, request_id: str) -> Iterator[RequestRecord]:
@@ -77,15 +81,24 @@ class History:
             finished = True
         except EngineError as error:
             record.outcome = f"{status_of(error).name}: {error}"
+            self._count(error)
             raise
         except asyncio.CancelledError:
             record.outcome = "CANCELLED: the client went away"
+            self.requests_cancelled += 1
             raise
         finally:
-            if not finished:
+            if not finished and record.outcome == RUNNING:
+                record.outcome = "INTERNAL: a fault of the router; see its log"
                 self.requests_failed += 1
-                if record.outcome == RUNNING:
-                    record.outcome = "INTERNAL: a fault of the router; see its log"
+
+    def _count(self, error: EngineError) -> None:
+        if isinstance(error, RequestError):
+            self.requests_refused += 1
+        elif isinstance(error, RequestCancelled):
+            self.requests_cancelled += 1
+        else:
+            self.requests_failed += 1
 
     def find(self, request_id: str) -> RequestRecord:
         record = self._records.get(request_id)

@@ -91,6 +91,8 @@ class AdminService(router_pb2_grpc.AdminServicer):
             live_requests=self._dispatcher.admission.live,
             requests_total=history.requests_total,
             requests_failed=history.requests_failed,
+            requests_cancelled=history.requests_cancelled,
+            requests_refused=history.requests_refused,
         )
 
 

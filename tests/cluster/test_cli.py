@@ -167,7 +167,9 @@ def test_the_running_cluster_is_the_default_router(router: FakeRouter, monkeypat
 def test_status_shows_every_worker_its_blocks_and_its_trouble(router: FakeRouter) -> None:
     result = kvrelay("status", "--router", router.address)
     lines = result.stdout.splitlines()
-    assert lines[0] == "router router-0, version 0.1.0, up 1 min 1 s: 1 live requests, 7 in all, 2 failed"
+    assert lines[0] == (
+        "router router-0, version 0.1.0, up 1 min 1 s: 1 live requests, 7 in all, 2 failed, 1 cancelled, 3 refused"
+    )
     assert " ".join(lines[2].split()) == "prefill-0 prefill ready 1 2 100 60 30 10 850 tok/s 512.0 MiB"
     assert "decode-0: no answer for 5 s" in lines
     assert "decode-0 errors: DigestMismatch 3" in lines

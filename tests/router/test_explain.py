@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engine.errors import QueueFull, RequestError
+from engine.errors import DeadlineExceeded, QueueFull, RequestCancelled, RequestError, WorkerLost
 from router.explain import History
 from router.policy import PricedPair, PriceTerm
 
@@ -36,13 +36,27 @@ def test_an_error_is_kept_as_status_name_and_message() -> None:
     assert history.requests_failed == 1
 
 
-@pytest.mark.parametrize(("error", "outcome"), [(asyncio.CancelledError(), "CANCELLED"), (KeyError("x"), "INTERNAL")])
-def test_every_way_to_leave_settles_the_outcome(error: BaseException, outcome: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "outcome", "failed_cancelled_refused"),
+    [
+        (asyncio.CancelledError(), "CANCELLED", (0, 1, 0)),
+        (RequestCancelled("by id"), "CANCELLED", (0, 1, 0)),
+        (RequestError("prompt", "too long"), "INVALID_ARGUMENT", (0, 0, 1)),
+        (WorkerLost("gone"), "UNAVAILABLE", (1, 0, 0)),
+        (DeadlineExceeded("late"), "DEADLINE_EXCEEDED", (1, 0, 0)),
+        (KeyError("x"), "INTERNAL", (1, 0, 0)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_way_to_leave_settles_the_outcome_and_is_counted_as_one_kind_of_end(
+    error: BaseException, outcome: str, failed_cancelled_refused: tuple[int, int, int]
+) -> None:
     history = History(capacity=2)
     with pytest.raises(type(error)), history.record("a"):
         raise error
     assert history.find("a").outcome.startswith(outcome)
-    assert history.requests_failed == 1
+    counted = (history.requests_failed, history.requests_cancelled, history.requests_refused)
+    assert counted == failed_cancelled_refused
 
 
 def test_prices_are_told_in_their_order() -> None:

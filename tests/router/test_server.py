@@ -190,9 +190,9 @@ async def test_status_still_shows_a_worker_that_was_taken_away(front: Front) -> 
     front.server.set_workers({})
     admin: router_pb2_grpc.AdminAsyncStub = router_pb2_grpc.AdminStub(front.channel)
     status = await admin.Status(router_pb2.StatusRequest())
-    shown = {worker.worker_id: (worker.role, worker.state, worker.detail) for worker in status.workers}
-    detail = "lost 0 s ago: taken out of service"  # by the clock of the router, which was not asked for longer
-    assert shown == {"p0": ("prefill", "lost", detail), "d0": ("decode", "lost", detail)}
+    shown = {worker.worker_id: (worker.role, worker.state) for worker in status.workers}
+    assert shown == {"p0": ("prefill", "lost"), "d0": ("decode", "lost")}
+    assert all(worker.detail.endswith(" s ago: taken out of service") for worker in status.workers)
 
 
 async def test_health_is_serving_exactly_while_a_decode_worker_is_ready(front: Front) -> None:

@@ -46,6 +46,8 @@ STATUS = router_pb2.StatusResponse(
     live_requests=1,
     requests_total=7,
     requests_failed=2,
+    requests_cancelled=1,
+    requests_refused=3,
     workers=[
         router_pb2.WorkerStatus(
             worker_id="prefill-0",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 
 import pytest
+from block_follower import BlockFollower
 from factories import EngineHarness, HarnessFactory, kv_of, make_request
 from fakes import expected_output
 
+from engine.errors import PinLimit, RequestError
 from engine.request import Request, RequestKind, RequestStatus
 
 NUM_BLOCKS = 14
 NUM_REQUESTS = 60
+MAX_LIVE_TO_FORK = 30
 PREFIXES = [[7] * 9, list(range(100, 117)), [7] * 5 + [8] * 4, []]
 
 
@@ -27,6 +31,7 @@ class Chaos:
         self.reading: dict[str, list[tuple[int, bytes]]] = {}
         """Blocks of prefill requests that a link still reads, and what it must find."""
         self.cancelled: set[str] = set()
+        self.follower = BlockFollower()
 
     def run(self) -> None:
         to_come = NUM_REQUESTS
@@ -35,6 +40,7 @@ class Chaos:
                 to_come -= 1
                 self.arrive()
             self.one_thing_happens()
+            self.operators_do_something()
             self.harness.step()
             self.links_touch_memory()
 
@@ -50,10 +56,13 @@ class Chaos:
         output = expected_output(prompt, self.dice.choice([0, 0, 0, 2, 5]))
         kind = self.dice.choice([RequestKind.LOCAL, RequestKind.LOCAL, RequestKind.DECODE, RequestKind.PREFILL])
         request = make_request(prompt, output=output, kind=kind, max_tokens=len(output) + self.dice.randint(2, 20))
-        if kind is RequestKind.DECODE:
-            self.harness.reserve(request)
-        else:
-            self.harness.submit(request)
+        accept = self.harness.reserve if kind is RequestKind.DECODE else self.harness.submit
+        try:
+            accept(request)
+        except RequestError:  # it fits, but not beside what is pinned
+            self.engine.unpin("x")
+            self.engine.unpin("y")
+            accept(request)
 
     def one_thing_happens(self) -> None:
         if self.writing and self.dice.random() < 0.3:
@@ -66,11 +75,41 @@ class Chaos:
         request = self.dice.choice(live)
         if self.dice.random() < 0.04:
             self.cancel(request)
+        elif len(live) < MAX_LIVE_TO_FORK and self.dice.random() < 0.08:
+            self.fork(request)
         elif request.kind is RequestKind.DECODE:
             self.hand_over(request)
         elif request.status is RequestStatus.HELD:
             self.check_source(self.source_of(request))
             self.engine.release_held(request.request_id)
+
+    def fork(self, request: Request) -> None:
+        """Two that draw along, and one that goes another way from somewhere before."""
+        prompt, tokens = request.token_ids[: request.num_prompt_tokens], request.token_ids
+        output = tokens[len(prompt) :]
+        max_tokens = len(output) + self.dice.randint(2, 10)
+        along = [make_request(prompt, output=output, max_tokens=max_tokens) for _ in range(2)]
+        branch = make_request([*tokens[: self.dice.randint(1, len(tokens))], 333], max_tokens=self.dice.randint(1, 8))
+        with suppress(RequestError):  # beside what is pinned they may not fit: then none was accepted
+            self.harness.fork(request, [*along, branch])
+
+    def operators_do_something(self) -> None:
+        what = self.dice.random()
+        if what < 0.05:
+            with suppress(PinLimit):
+                self.engine.pin(self.dice.choice("xy"), b"tenant", self.dice.choice(PREFIXES))
+        elif what < 0.1:
+            self.engine.unpin(self.dice.choice("xy"))
+        elif what < 0.15:
+            self.engine.reset_prefix_cache()
+        elif what < 0.4:
+            self.follow()
+
+    def follow(self) -> None:
+        self.follower.apply(self.engine.take_block_events())
+        if self.follower.needs_snapshot:
+            self.follower.restart(self.engine.block_snapshot())
+        assert set(self.follower.resident) == set(self.engine.block_snapshot().hashes)
 
     def hand_over(self, request: Request) -> None:
         adoption = request.adoption
@@ -131,7 +170,11 @@ class Chaos:
 @pytest.mark.parametrize("seed", range(8))
 def test_no_history_loses_a_block_or_changes_a_token(make_engine: HarnessFactory, seed: int, caching: bool) -> None:
     harness = make_engine(
-        num_blocks=NUM_BLOCKS, max_num_batched_tokens=12, max_num_seqs=6, enable_prefix_caching=caching
+        num_blocks=NUM_BLOCKS,
+        max_num_batched_tokens=12,
+        max_num_seqs=6,
+        max_waiting=200,
+        enable_prefix_caching=caching,
     )
     chaos = Chaos(harness, seed)
     chaos.run()
@@ -140,7 +183,9 @@ def test_no_history_loses_a_block_or_changes_a_token(make_engine: HarnessFactory
         assert harness.outputs[request.request_id] == harness.expected(request)
         ended = request.request_id in harness.ends or request.kind is RequestKind.PREFILL
         assert ended or request.request_id in chaos.cancelled
+    chaos.follow()
     stats = harness.engine.stats()
     assert stats.blocks.free + stats.blocks.cached == NUM_BLOCKS
     assert stats.preemptions > 0
+    assert stats.blocks.copies > 0
     assert not harness.engine.has_work()

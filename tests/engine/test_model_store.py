@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
-import json
 import os
 import re
 import subprocess
@@ -14,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import fake_hub
+from damaged_files import cut, safetensors
 from tiny_gguf import TinyGguf
 
 from engine import model_store
 from engine.errors import ModelError
 from engine.model_config import DIGEST_FILE, load_model_config
 from engine.model_files import MANIFEST_FILE
-from engine.model_hub import fetch_from_hub
 from engine.model_store import pull_model, resolve_model
 
 FILES = {
@@ -57,11 +55,6 @@ def safetensors_folder(tmp_path: Path) -> Path:
         (folder / name).write_text("{}")
     (folder / "model.safetensors").write_bytes(safetensors(b"\1\2\3\4"))
     return folder
-
-
-def safetensors(data: bytes) -> bytes:
-    header = json.dumps({"x": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
-    return len(header).to_bytes(8, "little") + header + data
 
 
 def quiet(stage: str, share: float) -> None:
@@ -204,11 +197,6 @@ def test_a_pull_that_another_one_overtakes_returns_the_others_folder(gguf: Path,
     assert load_model_config(folder).num_layers == 2
 
 
-def cut(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size // 2)
-
-
 def flip_last_byte(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -323,112 +311,3 @@ def test_a_built_in_model_with_other_bytes_is_refused(gguf: Path, cache: Path, m
 @pytest.mark.parametrize("name", ["smollm2-135m", "SmolLM2-135M", "SmolLM2-135M-Instruct"])
 def test_the_built_in_names_mean_one_folder(smollm2_folder: Path, name: str) -> None:
     assert resolve_model(name, smollm2_folder.parent) == smollm2_folder
-
-
-HUB_MODEL = {
-    "config.json": b"{}",
-    "tokenizer.json": b'{"model": {}}',  # the hub keeps equal files once
-    "model.safetensors": safetensors(bytes(5000)),
-    "consolidated.safetensors": b"the same again",
-    "original/params.json": b"{}",
-    "README.md": b"# a model",
-}
-
-
-def test_a_hub_model_is_downloaded_without_what_is_not_needed(tmp_path: Path) -> None:
-    shares: list[float] = []
-    with fake_hub("org/name", HUB_MODEL) as (endpoint, downloads):
-        folder = fetch_from_hub(
-            "org/name", None, lambda stage, share: shares.append(share), endpoint=endpoint, cache_dir=tmp_path
-        )
-
-    assert sorted(downloads) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert (folder / "model.safetensors").read_bytes() == HUB_MODEL["model.safetensors"]
-    assert shares
-    assert all(0.0 <= share <= 1.0 for share in shares)
-
-
-def test_a_downloaded_hub_model_is_found_again_without_a_connection(tmp_path: Path) -> None:
-    with fake_hub("org/name", HUB_MODEL) as (endpoint, _):
-        online = fetch_from_hub("org/name", None, quiet, endpoint=endpoint, cache_dir=tmp_path)
-
-    assert fetch_from_hub("org/name", None, quiet, endpoint=endpoint, cache_dir=tmp_path) == online
-
-
-def test_a_cut_download_is_told_by_resolve_and_fetched_again_by_pull(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with fake_hub("org/name", HUB_MODEL) as (endpoint, downloads):
-
-        def fetch(repo: str, variant: str | None, progress: Any) -> Path:
-            return fetch_from_hub(repo, variant, progress, endpoint=endpoint, cache_dir=tmp_path / "hub")
-
-        monkeypatch.setattr("engine.model_hub.fetch_from_hub", fetch)
-        folder = resolve_model("org/name", cache)
-        cut(folder / "model.safetensors")
-        with pytest.raises(ModelError, match=r"is damaged: .*; run: kvrelay pull org/name$"):
-            resolve_model("org/name", cache)
-
-        assert pull_model("org/name", cache, quiet) == folder
-
-    assert (folder / "model.safetensors").read_bytes() == HUB_MODEL["model.safetensors"]
-    assert downloads.count("model.safetensors") == 2
-
-
-def test_a_hub_repository_with_one_gguf_file_gives_that(tmp_path: Path) -> None:
-    with fake_hub("org/name", {"config.json": b"{}", "m-Q8_0.gguf": b"GGUF"}) as (endpoint, downloads):
-        folder = fetch_from_hub("org/name", None, quiet, endpoint=endpoint, cache_dir=tmp_path)
-
-    assert downloads == ["config.json", "m-Q8_0.gguf"]
-    assert (folder / "m-Q8_0.gguf").read_bytes() == b"GGUF"
-
-
-def test_of_several_gguf_files_on_the_hub_the_caller_names_one(tmp_path: Path) -> None:
-    with fake_hub("org/name", {"m-Q4_0.gguf": b"four", "m-Q8_0.gguf": b"eight"}) as (endpoint, downloads):
-        with pytest.raises(ModelError, match=r"GGUF files there: m-Q4_0\.gguf, m-Q8_0\.gguf; choose one as org/name:"):
-            fetch_from_hub("org/name", None, quiet, endpoint=endpoint, cache_dir=tmp_path)
-        folder = fetch_from_hub("org/name", "q8_0", quiet, endpoint=endpoint, cache_dir=tmp_path)
-
-    assert downloads == ["m-Q8_0.gguf"]
-    assert (folder / "m-Q8_0.gguf").read_bytes() == b"eight"
-
-
-def test_a_hub_repository_without_weights_says_so(tmp_path: Path) -> None:
-    with fake_hub("org/name", {"config.json": b"{}", "pytorch_model.bin": b"x"}) as (endpoint, _):
-        with pytest.raises(ModelError, match="GGUF files there: none"):
-            fetch_from_hub("org/name", None, quiet, endpoint=endpoint, cache_dir=tmp_path)
-
-
-def test_a_repository_that_the_hub_does_not_know_says_where_to_look(tmp_path: Path) -> None:
-    with fake_hub("org/name", {}) as (endpoint, _):
-        with pytest.raises(ModelError, match=r"knows no model 'org/nme', or it is private: check .* hf auth login"):
-            fetch_from_hub("org/nme", None, quiet, endpoint=endpoint, cache_dir=tmp_path)
-
-
-def test_a_hub_that_cannot_be_reached_says_what_to_do(tmp_path: Path) -> None:
-    with fake_hub("org/name", {}) as (endpoint, _):
-        pass
-
-    with pytest.raises(
-        ModelError, match=r"'org/name' is no local file or folder, and could not be fetched.*connection"
-    ):
-        fetch_from_hub("org/name", None, quiet, endpoint=endpoint, cache_dir=tmp_path)
-
-
-def test_a_hub_id_with_a_variant_is_imported_from_the_downloaded_file(
-    gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, str | None]] = []
-
-    def fetch(repo: str, variant: str | None, progress: Any) -> Path:
-        asked.append((repo, variant))
-        TinyGguf(tied=False).write(gguf.parent / "other-Q8_0.gguf")
-        return gguf.parent
-
-    monkeypatch.setattr("engine.model_hub.fetch_from_hub", fetch)
-
-    folder = resolve_model("org/name:q8_0", cache)
-
-    assert asked == [("org/name", "q8_0")]
-    assert folder.name.startswith("other-Q8_0-")
-    assert not json.loads((folder / "config.json").read_text())["tie_word_embeddings"]

@@ -21,7 +21,7 @@ from cluster.cli_common import echo_json, json_option
 from cluster.config import inherited_cluster_id, load_spec
 from cluster.display import Display
 from cluster.spec import ClusterSpec
-from cluster.updates import Failed, Listener, Ready, Update, to_line
+from cluster.updates import Failed, Listener, MemberTrouble, Ready, Update, to_line
 from engine.errors import UnavailableError
 
 
@@ -43,7 +43,15 @@ def _spec_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--detach", "-d", is_flag=True, help="Return when it is ready; it runs on in the background.")
 @json_option
 @click.option("--updates-fd", type=int, default=None, hidden=True)
-def up(spec_path: Path | None, detach: bool, as_json: bool, updates_fd: int | None, **overrides: Any) -> None:
+@click.option("--new-log", type=click.Path(path_type=Path), default=None, hidden=True)
+def up(
+    spec_path: Path | None,
+    detach: bool,
+    as_json: bool,
+    updates_fd: int | None,
+    new_log: Path | None,
+    **overrides: Any,
+) -> None:
     """Start a cluster: the one that the file SPEC describes, or one prefill and one decode worker on this machine.
 
     Without --detach it runs until Ctrl-C. Options override the file.
@@ -51,7 +59,7 @@ def up(spec_path: Path | None, detach: bool, as_json: bool, updates_fd: int | No
     started = time.monotonic()
     spec = (load_spec(spec_path) if spec_path is not None else ClusterSpec()).with_overrides(**overrides)
     if updates_fd is not None:
-        _run_in_background(spec, updates_fd, started)
+        _run_in_background(spec, updates_fd, new_log, started)
     elif detach:
         _detach(spec, [str(spec_path)] if spec_path is not None else [], overrides, as_json)
     else:
@@ -68,14 +76,18 @@ def down(name: str | None, as_json: bool) -> None:
 
     stopped = take_down(name)
     if as_json:
-        echo_json({"stopped": stopped})
+        echo_json({"stopped": ", ".join(stopped)})
+    elif stopped:
+        for each in stopped:
+            click.echo(f"cluster {each} is down")
     else:
-        click.echo(f"cluster {stopped} is down" if stopped else "no cluster runs here")
+        others = ", ".join(record.name for record in state.running())
+        click.echo(f"{state.nothing_runs(name)}{f', but these do: {others}' if others else ''}")
 
 
 @click.command()
 @click.option("--prompt", default="Why is the sky blue?", show_default=True)
-@click.option("--max-tokens", type=int, default=64, show_default=True)
+@click.option("--max-tokens", type=int, default=96, show_default=True)
 def demo(prompt: str, max_tokens: int) -> None:
     """Start a cluster, answer one prompt through it, show what moved and how long it took, stop."""
     from cluster.demo import DEMO_SPEC, Demo
@@ -93,7 +105,7 @@ def _run(spec: ClusterSpec, tell: Listener, started: float, job: Any = None) -> 
     ClusterRun(spec, tell, started=started).run(job)
 
 
-def _run_in_background(spec: ClusterSpec, updates_fd: int, started: float) -> None:
+def _run_in_background(spec: ClusterSpec, updates_fd: int, new_log: Path | None, started: float) -> None:
     from cluster.launch import ClusterRun
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
@@ -113,7 +125,7 @@ def _run_in_background(spec: ClusterSpec, updates_fd: int, started: float) -> No
             spec,
             tell,
             started=started,
-            log_path=str(state.log_path(spec.name)),
+            new_log=new_log,
             cluster_id=inherited_cluster_id(),
         ).run()
 
@@ -125,7 +137,7 @@ def _detach(spec: ClusterSpec, arguments: list[str], overrides: dict[str, Any], 
         if value is not None:
             arguments += [f"--{option}", str(value)]
     if (running := state.running_record(spec.name)) is not None:
-        raise state.runs_already(spec.name, running)
+        raise state.runs_already(spec.name, running.process.pid)
     with _shown(as_json) as tell:
         outcome = start_detached(arguments, state.log_path(spec.name), tell)
     if isinstance(outcome, Failed):
@@ -137,16 +149,25 @@ def _shown(as_json: bool) -> Iterator[Listener]:
     """Where updates go: a display, or nothing but one JSON object when the cluster is ready."""
     if as_json:
         logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s")
-        yield lambda update: echo_json(asdict(update)) if isinstance(update, Ready) else None
+        yield _tell_script
     else:
         with _display(Console(highlight=False), hints=True) as tell:
             yield tell
 
 
+def _tell_script(update: Update) -> None:
+    match update:
+        case Ready():
+            echo_json(asdict(update))
+        case MemberTrouble(member_id, reason):
+            click.echo(f"! {member_id} {reason}", err=True)
+
+
 @contextmanager
 def _display(console: Console, *, hints: bool) -> Iterator[Listener]:
-    # Through the console, so that a message does not tear the display.
-    handler = RichHandler(console=console, show_time=False, show_path=False)
+    handler: logging.Handler = logging.StreamHandler()
+    if console.is_terminal:  # through it, so that a message does not tear the display
+        handler = RichHandler(console=console, show_time=False, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     with Display(console, hints=hints) as display:
         yield display

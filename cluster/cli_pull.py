@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from cluster.cli_common import echo_json, json_option
-from cluster.config import default_model_dir
+from cluster.config import HOME_REMEDY, default_model_dir, make_folder
 from engine.model_store import pull_model
 
 
@@ -29,9 +29,11 @@ def pull(name: str, model_dir: Path | None, as_json: bool) -> None:
     Prints the folder that holds it afterwards. A model that is already there is checked, and made again only if it is
     damaged.
     """
+    remedy = HOME_REMEDY if model_dir is None else "give another --model-dir"
+    cache_dir = make_folder(model_dir or default_model_dir(), private=False, remedy=remedy)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        folder = pull_model(name, model_dir or default_model_dir(), _Bars(progress).update)
+        folder = pull_model(name, cache_dir, _Bars(progress).update)
     if as_json:
         echo_json({"name": name, "path": str(folder)})
     else:

@@ -8,17 +8,20 @@ The specification of a cluster itself comes from a file (`cluster.spec_file`) or
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, check_name
 from cluster.spec_file import load_spec
+from engine.errors import ConfigError
 
 CLUSTER_ID_VARIABLE = "KVRELAY_CLUSTER_ID"
 """Marks every process that descends from one `kvrelay up`, so that `down` can tell ours from others."""
+HOME_REMEDY = "set KVRELAY_HOME to a folder that you can write"
 MAX_SOCKET_PATH = 107
 _RAY_SOCKET_PART = 70
 """What Ray adds to its folder: `/session_<time>_<pid>/sockets/plasma_store`."""
@@ -28,8 +31,10 @@ __all__ = [
     "ClusterSpec",
     "child_environment",
     "default_model_dir",
+    "folder_error",
     "inherited_cluster_id",
     "load_spec",
+    "make_folder",
     "prepare_ray_environment",
     "ray_dir",
     "state_dir",
@@ -51,11 +56,32 @@ def ray_dir(name: str) -> Path:
 
     Beside the state if the paths of sockets, which the kernel limits, fit there; else below the temporary folder.
     """
+    check_name(name)
     beside = state_dir() / "ray" / name
     if len(str(beside)) + _RAY_SOCKET_PART <= MAX_SOCKET_PATH:
         return beside
     digest = hashlib.sha256(str(beside).encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}" / digest
+
+
+def make_folder(path: Path, *, private: bool = True, remedy: str = HOME_REMEDY) -> Path:
+    """`path`, made if it is not there; `private` ones for their user alone. Every folder of ours is made here.
+
+    Raises `ConfigError` naming it, with the `remedy`, if it cannot be made, written, or is no folder.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
+    except OSError as error:
+        raise folder_error(path, error, remedy) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise folder_error(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), remedy)
+    return path
+
+
+def folder_error(path: Path, error: OSError, remedy: str = HOME_REMEDY) -> ConfigError:
+    """What to say when a file or folder of ours cannot be used."""
+    problem = "it is no folder" if isinstance(error, FileExistsError) else error.strerror or str(error)
+    return ConfigError(f"cannot use {path}: {problem}; {remedy}")
 
 
 def prepare_ray_environment(*, cluster_id: str, local: bool, auth_token: str) -> None:
@@ -89,9 +115,12 @@ def inherited_cluster_id() -> str:
 
 def _base(folder: str, variable: str, default: str) -> Path:
     home = os.environ.get("KVRELAY_HOME")
-    if home:
-        return Path(home).expanduser().absolute() / folder
-    xdg = os.environ.get(variable)
-    # The XDG specification: a relative path is invalid, and ignored.
-    root = Path(xdg) if xdg and Path(xdg).is_absolute() else Path.home() / default
+    try:
+        if home:
+            return Path(home).expanduser().absolute() / folder
+        xdg = os.environ.get(variable)
+        # The XDG specification: a relative path is invalid, and ignored.
+        root = Path(xdg) if xdg and Path(xdg).is_absolute() else Path.home() / default
+    except RuntimeError as error:  # no home folder is known, of this user or of ~somebody
+        raise ConfigError(f"{error}; {HOME_REMEDY}") from error
     return root / "kvrelay"

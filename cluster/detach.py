@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-from cluster.config import child_environment
+from cluster.config import child_environment, folder_error, make_folder
 from cluster.updates import Failed, Listener, Ready, from_line
 
 TAIL_LINES = 20
@@ -20,15 +22,17 @@ STOP_TIMEOUT_S = 30.0
 def start_detached(arguments: Sequence[str], log_path: Path, tell: Listener) -> Ready | Failed:
     """Run `kvrelay up` with `arguments` in the background; returns when it is ready, or has ended.
 
-    `tell` gets its updates as they come. If this is interrupted while it waits, the cluster is stopped.
+    It writes to a new file, which becomes `log_path` once the name of the cluster is its own. `tell` gets its updates
+    as they come. If this is interrupted while it waits, the cluster is stopped.
     """
-    log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     reader, writer = os.pipe()
-    with open(reader) as updates, open(log_path, "w") as log, ExitStack() as failed:
+    with open(reader) as updates, ExitStack() as stack:
         try:
+            log, new_log = stack.enter_context(_new_log(log_path))
             # -P: a folder `cluster` where the user happens to be is not our package.
+            command = [sys.executable, "-P", "-m", "cluster", "up", *arguments]
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "cluster", "up", *arguments, "--updates-fd", str(writer)],
+                [*command, "--updates-fd", str(writer), "--new-log", new_log],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -38,16 +42,35 @@ def start_detached(arguments: Sequence[str], log_path: Path, tell: Listener) -> 
             )
         finally:
             os.close(writer)
+        failed = stack.enter_context(ExitStack())
         failed.callback(_stop, process)
         outcome = _follow(updates, tell)
         if isinstance(outcome, Ready):
             failed.pop_all()
             return outcome
         process.wait()
-    if outcome is not None:
+        if outcome is None:
+            how = f"exit code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
+            outcome = Failed(f"it ended by {how} before it was ready; the last it wrote:\n{tail(log)}")
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(log.fileno()), os.stat(log_path)):
+                outcome = Failed(f"{outcome.reason}; more in {log_path}")
         return outcome
-    how = f"exit code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
-    return Failed(f"it ended by {how} before it was ready; the end of {log_path}:\n{tail(log_path)}")
+
+
+@contextmanager
+def _new_log(log_path: Path) -> Iterator[tuple[IO[bytes], str]]:
+    """A file beside `log_path`, removed on the way out unless it was renamed."""
+    make_folder(log_path.parent)
+    try:
+        descriptor, path = tempfile.mkstemp(dir=log_path.parent, prefix=f".{log_path.name}.")
+    except OSError as error:
+        raise folder_error(log_path.parent, error) from error
+    try:
+        with open(descriptor, "w+b") as log:
+            yield log, path
+    finally:
+        Path(path).unlink(missing_ok=True)
 
 
 def _follow(updates: Iterable[str], tell: Listener) -> Ready | Failed | None:
@@ -72,6 +95,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def tail(path: Path) -> str:
+def tail(log: IO[bytes]) -> str:
     """The last lines of a log."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+    log.seek(0)
+    return "\n".join(log.read().decode(errors="replace").splitlines()[-TAIL_LINES:])

@@ -49,12 +49,13 @@ class Display:
                 self._say(Text(f"! {member_id:<12} {reason}", style="yellow"))
             case Ready():
                 self._stop_drawing()
-                self._console.print(ready_view(update, self._hints))
+                self._console.print(ready_view(update, self._hints), soft_wrap=not self._console.is_terminal)
             case Failed():
                 self._stop_drawing()  # the command prints the reason when it ends
 
     def _say(self, line: Text) -> None:
-        self._console.print(line)
+        # Elsewhere than on a terminal nobody knows the width: one line is one line.
+        self._console.print(line, soft_wrap=not self._console.is_terminal)
 
     def _stop_drawing(self) -> None:
         if self._live.is_started:

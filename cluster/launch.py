@@ -17,12 +17,13 @@ import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from cluster import state
 from cluster.account import Account
-from cluster.config import default_model_dir, prepare_ray_environment, ray_dir
+from cluster.config import default_model_dir, make_folder, prepare_ray_environment, ray_dir
 from cluster.pools import check_pools
 from cluster.processes import ProcessId
 from cluster.spec import DECODE, PREFILL, ROLES, ClusterSpec
@@ -46,14 +47,16 @@ class ClusterRun:
     """Owns everything that one run of a cluster leaves on the machine: the record, the Ray, the processes."""
 
     def __init__(
-        self, spec: ClusterSpec, tell: Listener, *, started: float, log_path: str = "", cluster_id: str = ""
+        self, spec: ClusterSpec, tell: Listener, *, started: float, new_log: Path | None = None, cluster_id: str = ""
     ) -> None:
-        """`started` is the monotonic time at which the command began; `log_path` is for a run without a terminal;
-        `cluster_id` is made unless it was agreed with somebody."""
+        """`started` is the monotonic time at which the command began; `cluster_id` is made unless it was agreed with
+        somebody. `new_log` is where this process writes if it has no terminal: it becomes the cluster's log when the
+        name is ours, so that another run of the name keeps its own."""
         self._spec = spec
         self._tell = tell
         self._started = started
-        self._log_path = log_path
+        self._new_log = new_log
+        self._ray_began = False
         self._cluster_id = cluster_id or uuid.uuid4().hex
         self._ready = asyncio.Event()
         self._interrupted = False
@@ -68,19 +71,27 @@ class ClusterRun:
         """
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _exit_on_signal)
-        with state.sole_owner(self._spec.name):
-            try:
-                self._check_port()
-                account = Account(self._first_record(), self._spec, self._tell, self._started)
-                model_path = self._get_model()
-                asyncio.run(self._run_on_ray(account, model_path, job))
-                if self._interrupted and not self._ready.is_set():
-                    raise KeyboardInterrupt
-            except EngineError as error:
-                self._tell(Failed(str(error)))
-                raise
-            finally:
-                state.remove_record(self._spec.name, self._cluster_id)
+        try:
+            with state.sole_owner(self._spec.name):
+                if self._new_log is not None:
+                    os.replace(self._new_log, state.log_path(self._spec.name))
+                try:
+                    self._run(job)
+                finally:
+                    state.remove_record(self._spec.name, self._cluster_id)
+                    if self._new_log is not None and not self._ray_began:  # all that it could tell is its error
+                        state.log_path(self._spec.name).unlink(missing_ok=True)
+        except EngineError as error:
+            self._tell(Failed(str(error)))
+            raise
+
+    def _run(self, job: Job | None) -> None:
+        self._check_port()
+        account = Account(self._first_record(), self._spec, self._tell, self._started)
+        model_path = self._get_model()
+        asyncio.run(self._run_on_ray(account, model_path, job))
+        if self._interrupted and not self._ready.is_set():
+            raise KeyboardInterrupt
 
     def _check_port(self) -> None:
         """Say at once, rather than seconds later, that the port is in use."""
@@ -101,7 +112,7 @@ class ClusterRun:
             model=self._spec.model,
             ready=False,
             started_at=time.time(),
-            log_path=self._log_path,
+            log_path="" if self._new_log is None else str(state.log_path(self._spec.name)),
             ray_address="",
         )
 
@@ -109,7 +120,9 @@ class ClusterRun:
         began = time.monotonic()
         self._tell(StageBegan("model", self._spec.model))
         folder = resolve_model(
-            self._spec.model, default_model_dir(), lambda part, share: self._tell(StageMoved("model", part, share))
+            self._spec.model,
+            make_folder(default_model_dir(), private=False),
+            lambda part, share: self._tell(StageMoved("model", part, share)),
         )
         self._tell(StageDone("model", time.monotonic() - began, self._spec.model))
         if self._spec.ray.local:
@@ -129,6 +142,7 @@ class ClusterRun:
 
     async def _start_ray(self) -> RayRuntime:
         began = time.monotonic()
+        self._ray_began = True
         spec = self._spec.ray
         self._tell(StageBegan("ray", spec.address))
         prepare_ray_environment(cluster_id=self._cluster_id, local=spec.local, auth_token=secrets.token_hex(32))

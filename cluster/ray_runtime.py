@@ -25,7 +25,7 @@ from typing import TypeVar
 import ray
 from ray.exceptions import RayError
 
-from cluster.config import CLUSTER_ID_VARIABLE
+from cluster.config import CLUSTER_ID_VARIABLE, make_folder
 from cluster.processes import ProcessId, end, gone, marked
 from cluster.ray_node import lean_ray, loopback_ray, ray_messages_to_log
 from cluster.spec import RaySpec
@@ -134,7 +134,7 @@ def _init_local(spec: RaySpec, name: str, folder: Path, num_actors: int) -> tupl
 
 def _make_private(folder: Path) -> None:
     """Whoever owns the folder of the sockets owns Ray, and it may lie in a temporary folder that all users share."""
-    folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+    make_folder(folder)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{folder} belongs to somebody else; set KVRELAY_HOME to a short path of your own")
 

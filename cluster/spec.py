@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from cluster.quoting import quoted
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.knobs import Knobs
@@ -22,6 +25,17 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?")
 _ENGINE = EngineConfig(model_path="")
 _SCHEDULER = SchedulerConfig()
 _MIB = 1024 * 1024
+
+
+def is_name(text: str) -> bool:
+    """Whether a cluster may be called so; names are parts of file names."""
+    return _NAME.fullmatch(text) is not None
+
+
+def check_name(name: str) -> None:
+    """Raises `ConfigError` unless `name` may be a cluster's."""
+    if not is_name(name):
+        raise ConfigError(f"name must be 1 to 32 of a-z, 0-9 and inner dashes, got {quoted(name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +121,7 @@ class RaySpec:
 
     def __post_init__(self) -> None:
         if self.address not in ("local", "auto") and not re.fullmatch(r"[^\s:/]+:\d{1,5}", self.address):
-            raise ConfigError(f"address must be local, auto or HOST:PORT, got {self.address!r}")
+            raise ConfigError(f"address must be local, auto or HOST:PORT, got {quoted(self.address)}")
         if self.object_store_bytes < 75 * _MIB:
             raise ConfigError(f"object_store_bytes must be at least 75 MiB, got {self.object_store_bytes}")
 
@@ -163,8 +177,7 @@ class ClusterSpec:
     supervision: SupervisionSpec = field(default_factory=SupervisionSpec)
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ConfigError(f"name must be 1 to 32 of a-z, 0-9 and inner dashes, got {self.name!r}")
+        check_name(self.name)
         if not self.model:
             raise ConfigError("model must not be empty")
         self.pools.decode.engine("", self.dtype)  # its check of dtype is ours
@@ -184,18 +197,24 @@ class ClusterSpec:
         decode: int | None = None,
         port: int | None = None,
     ) -> ClusterSpec:
-        """This spec with what the command line says. Raises `ConfigError` as the constructor does."""
-        pools = PoolsSpec(
-            prefill=_with_replicas(self.pools.prefill, prefill), decode=_with_replicas(self.pools.decode, decode)
-        )
-        router = self.router if port is None else replace(self.router, port=port)
-        return replace(
-            self,
-            name=self.name if name is None else name,
-            model=self.model if model is None else model,
-            pools=pools,
-            router=router,
-        )
+        """This spec with what the command line says. Raises `ConfigError` as the constructor does, naming the flag."""
+        spec = self
+        if name is not None:
+            with _of("--name"):
+                spec = replace(spec, name=name)
+        if model is not None:
+            with _of("--model"):
+                spec = replace(spec, model=model)
+        if port is not None:
+            with _of("--port"):
+                spec = replace(spec, router=replace(spec.router, port=port))
+        for role, replicas in ((PREFILL, prefill), (DECODE, decode)):
+            if replicas is not None:
+                with _of(f"--{role}"):
+                    pool = replace(spec.pool(role), replicas=replicas)
+                    pools = replace(spec.pools, **{role: pool})
+                    spec = replace(spec, pools=pools)
+        return spec
 
     def pool(self, role: str) -> PoolSpec:
         return {PREFILL: self.pools.prefill, DECODE: self.pools.decode}[role]
@@ -225,5 +244,9 @@ class ClusterSpec:
         )
 
 
-def _with_replicas(pool: PoolSpec, replicas: int | None) -> PoolSpec:
-    return pool if replicas is None else replace(pool, replicas=replicas)
+@contextmanager
+def _of(flag: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from error

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from cluster.quoting import quoted, shortened
 from cluster.spec import ClusterSpec
 from engine.errors import ConfigError
 from engine.knobs import KNOBS
@@ -41,9 +42,9 @@ def parse_spec(data: bytes | str, source: str) -> ClusterSpec:
         root = yaml.compose(data, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{source}:{line}: not valid YAML: {error.problem}") from error
+        raise ConfigError(f"{source}:{line}: not valid YAML: {shortened(str(error.problem))}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {error}") from error
+        raise ConfigError(f"{source}: not valid YAML: {shortened(str(error))}") from error
     if root is None:
         return ClusterSpec()
     return _Reader(source).read(ClusterSpec, root, "")
@@ -64,7 +65,7 @@ class _Reader:
         nodes: dict[str, yaml.Node] = {}
         for key_node, value_node in node.value:
             name = str(key_node.value)
-            where = f"{path}.{name}" if path else name
+            where = f"{path}.{shortened(name)}" if path else shortened(name)
             if name not in known:
                 raise self._error(key_node, where, "unknown field" + _suggest(name, known))
             if name in nodes:
@@ -118,7 +119,7 @@ def _describe(node: yaml.Node) -> str:
         return "a mapping"
     if isinstance(node, yaml.SequenceNode):
         return "a list"
-    return repr(node.value) if node.value else "nothing"
+    return quoted(node.value) if node.value else "nothing"
 
 
 def _suggest(name: str, known: dict[str, Any]) -> str:

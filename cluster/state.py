@@ -11,13 +11,14 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from cluster.config import state_dir
+from cluster.config import folder_error, make_folder, state_dir
 from cluster.processes import ProcessId
+from cluster.spec import check_name, is_name
 from engine.errors import ConfigError, UnavailableError
 
 VERSION = 1
@@ -63,7 +64,13 @@ class ClusterRecord:
 
 
 def state_path(name: str) -> Path:
+    """Raises `ConfigError` if no cluster can have this name, as everything here does that takes one."""
+    check_name(name)
     return state_dir() / f"{name}.json"
+
+
+def lock_path(name: str) -> Path:
+    return state_path(name).with_suffix(".lock")
 
 
 @contextmanager
@@ -72,46 +79,90 @@ def sole_owner(name: str) -> Iterator[None]:
 
     Raises `ConfigError` saying who holds it.
     """
-    state_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(state_dir() / f"{name}.lock", "w") as lock:
+    path = lock_path(name)
+    make_folder(path.parent)
+    with _locked(name, path) as lock:
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # while it is still held: see `_locked`
+
+
+def _locked(name: str, path: Path) -> TextIO:
+    while True:
+        try:
+            lock = open(path, "a+")  # noqa: SIM115  # not "w": the holder's process id is in it
+        except OSError as error:
+            raise folder_error(path, error) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise runs_already(name, read_record(name)) from None
-        yield
+            with lock:
+                lock.seek(0)
+                pid = lock.read()
+                raise runs_already(name, int(pid) if pid.isdecimal() else 0) from None
+        # The holder before may have removed the file after we opened it: then the lock on it keeps nobody out.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+                return lock
+        lock.close()
 
 
-def runs_already(name: str, record: ClusterRecord | None) -> ConfigError:
-    """Says where; `record` is what is known of it."""
-    where = "is starting" if record is None or not record.router_address else f"serves {record.router_address}"
-    who = "" if record is None else f" (process {record.process.pid})"
+def runs_already(name: str, pid: int) -> ConfigError:
+    """Says where. `pid` is that of its `up`; 0: not known yet."""
+    record = read_record(name)
+    serves = record is not None and record.process.pid == pid and record.router_address
+    where = f"serves {record.router_address}" if record is not None and serves else "is starting"
+    who = f" (process {pid})" if pid else ""
     return ConfigError(f"cluster {name!r} runs already{who} and {where}; `kvrelay down {name}` stops it")
+
+
+def nothing_runs(name: str | None) -> str:
+    """`name` is what was looked for; None: any cluster."""
+    return "no cluster runs here" if name is None else f"no cluster {name!r} runs here"
 
 
 def log_path(name: str) -> Path:
     """Where a detached `up` writes."""
-    return state_dir() / f"{name}.log"
+    return state_path(name).with_suffix(".log")
 
 
 def write_record(record: ClusterRecord) -> None:
-    """Replace the file of `record.name`: readers see the old or the new one, never a part."""
+    """Replace the file of `record.name`: readers see the old or the new one, never a part.
+
+    Raises `ConfigError` if it cannot be written; the old one stays.
+    """
     path = state_path(record.name)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{record.name}.")  # mode 0600
-    with ExitStack() as failed:
-        failed.callback(os.unlink, temporary)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"version": VERSION, **asdict(record)}, file, indent=1)
-        os.replace(temporary, path)
-        failed.pop_all()
+    make_folder(path.parent)
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{record.name}.")  # mode 0600
+        with ExitStack() as failed:
+            failed.callback(os.unlink, temporary)
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"version": VERSION, **asdict(record)}, file, indent=1)
+            os.replace(temporary, path)
+            failed.pop_all()
+    except OSError as error:
+        raise folder_error(path, error) from error
 
 
 def read_record(name: str) -> ClusterRecord | None:
-    """What the file of `name` says, alive or not; None if there is none, or none that can be read."""
+    """What the file of `name` says, alive or not; None if there is none, or none that makes sense.
+
+    Raises `ConfigError` if it cannot be read.
+    """
+    path = state_path(name)
     try:
-        data = json.loads(state_path(name).read_text())
+        data = json.loads(path.read_text())
         return _record_from(data) if data.get("version") == VERSION else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise folder_error(path, error) from error
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None  # damaged, or of another version: not a cluster that we could talk about
 
 
@@ -123,22 +174,29 @@ def remove_record(name: str, cluster_id: str) -> None:
 
 
 def running() -> list[ClusterRecord]:
-    """Every running cluster of this user, by name. Records of dead ones are removed on the way."""
+    """Every running cluster of this user, by name."""
     return [record for name in names() if (record := running_record(name)) is not None]
 
 
 def names() -> list[str]:
     """Clusters of which there is a record, running or not."""
-    return sorted(path.stem for path in state_dir().glob("*.json"))
+    try:
+        entries = os.listdir(state_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise folder_error(state_dir(), error) from error
+    stems = (Path(entry).stem for entry in entries if entry.endswith(".json"))
+    return sorted(stem for stem in stems if is_name(stem))
 
 
 def running_record(name: str) -> ClusterRecord | None:
-    """The running cluster `name`, which may still be starting. A record whose process is gone is removed."""
+    """The running cluster `name`, which may still be starting.
+
+    The record of a dead one stays: by it `kvrelay down` finds what that cluster left.
+    """
     record = read_record(name)
-    if record is not None and not record.alive:
-        remove_record(name, record.cluster_id)
-        return None
-    return record
+    return record if record is not None and record.alive else None
 
 
 def find_running(name: str | None = None) -> ClusterRecord:
@@ -148,8 +206,7 @@ def find_running(name: str | None = None) -> ClusterRecord:
     """
     found = running() if name is None else list(filter(None, [running_record(name)]))
     if not found:
-        which = "no cluster" if name is None else f"no cluster {name!r}"
-        raise ConfigError(f"{which} runs here; start one with `kvrelay up`")
+        raise ConfigError(f"{nothing_runs(name)}; start one with `kvrelay up`")
     if len(found) > 1:
         raise ConfigError(f"several clusters run here: {', '.join(record.name for record in found)}; say which")
     if not found[0].router_address:

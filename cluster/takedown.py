@@ -16,36 +16,44 @@ STOP_TIMEOUT_S = 30.0
 KILL_TIMEOUT_S = 5.0
 
 
-def take_down(name: str | None) -> str:
-    """Stop cluster `name`, or the only one; returns its name, empty if there was none.
+def take_down(name: str | None) -> list[str]:
+    """Stop cluster `name`, or the only one, or else clear up after all that died; returns which, most often one.
 
     Asks first; kills what does not end within `STOP_TIMEOUT_S`, and only processes that are still those of the record.
     Raises `ConfigError` if several run and `name` is None, `UnavailableError` if something survived.
     """
-    record = _choose(name)
-    if record is None:
-        return ""
-    asyncio.run(_take_down(record))
-    return record.name
+    return [each for each in _choose(name) if asyncio.run(_take_down(each))]
 
 
-def _choose(name: str | None) -> state.ClusterRecord | None:
+def _choose(name: str | None) -> list[str]:
     if name is not None:
-        return state.read_record(name)  # a dead one too: it may have left something
-    records = [record for name in state.names() if (record := state.read_record(name)) is not None]
-    alive = [record for record in records if record.alive] or records
+        return [name]  # a dead one too: it may have left something
+    alive = [record.name for record in state.running()]
     if len(alive) > 1:
-        raise ConfigError(f"several clusters run here: {', '.join(record.name for record in alive)}; say which")
-    return alive[0] if alive else None
+        raise ConfigError(f"several clusters run here: {', '.join(alive)}; say which")
+    return alive or state.names()
 
 
-async def _take_down(record: state.ClusterRecord) -> None:
-    await end([record.process], signal.SIGTERM, STOP_TIMEOUT_S)
-    left = await end(_processes(record), signal.SIGKILL, KILL_TIMEOUT_S)
-    if left:
-        raise UnavailableError(f"processes {', '.join(str(process.pid) for process in left)} do not end")
-    state.remove_record(record.name, record.cluster_id)
-    shutil.rmtree(ray_dir(record.name), ignore_errors=True)
+async def _take_down(name: str) -> bool:
+    """Whether there was anything of it."""
+    record = state.read_record(name)
+    if record is not None:
+        await end([record.process], signal.SIGTERM, STOP_TIMEOUT_S)
+        left = await end(_processes(record), signal.SIGKILL, KILL_TIMEOUT_S)
+        if left:
+            raise UnavailableError(f"processes {', '.join(str(process.pid) for process in left)} do not end")
+    leftovers = (state.state_path(name), state.lock_path(name), ray_dir(name))
+    if not any(path.exists() for path in leftovers):
+        return record is not None
+    try:
+        with state.sole_owner(name):
+            shutil.rmtree(ray_dir(name), ignore_errors=True)
+            state.state_path(name).unlink(missing_ok=True)
+    except ConfigError:
+        if record is None:
+            raise
+        # else another `up` has taken the name, and what was left with it
+    return True
 
 
 def _processes(record: state.ClusterRecord) -> list[ProcessId]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster import config
+from engine.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,22 @@ def test_two_clusters_never_share_a_folder_of_ray(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("KVRELAY_HOME", home)
         folders |= {config.ray_dir("a"), config.ray_dir("b")}
     assert len(folders) == 6
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ConfigError, match=rf"cannot use {tmp_path}: Permission denied; set KVRELAY_HOME"):
+        config.make_folder(tmp_path)
+    with pytest.raises(ConfigError, match="; try another"):
+        config.make_folder(tmp_path, remedy="try another")
+
+
+def test_a_home_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_HOME", "~nobody-of-this-name/x")
+    with pytest.raises(ConfigError, match="set KVRELAY_HOME"):
+        config.state_dir()
 
 
 def test_a_joined_ray_keeps_its_own_token(monkeypatch: pytest.MonkeyPatch) -> None:

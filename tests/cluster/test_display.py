@@ -44,6 +44,11 @@ def test_a_ready_cluster_shows_its_endpoints_and_what_to_type() -> None:
     assert "kvrelay generate" not in shown(READY, hints=False)
 
 
+def test_without_a_terminal_a_long_reason_stays_on_one_line() -> None:
+    reason = "a reason of many words " * 20
+    assert shown(MemberTrouble("decode-0", reason)).count("\n") == 1
+
+
 def test_on_a_terminal_the_list_is_gone_at_the_end() -> None:
     text = shown(StageBegan("ray", "local"), StageMoved("ray", "part", 0.5), Failed("no luck"), terminal=True)
     assert text.rstrip().endswith("\x1b[?25h")  # the cursor is shown again

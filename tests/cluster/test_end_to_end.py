@@ -179,6 +179,8 @@ def test_a_killed_up_leaves_no_process_and_is_cleared_by_the_next_command(smollm
     wait_until_gone(processes, 10.0)
 
     assert processes_of(record) == []
+    assert ray_dir("killed").exists()
+    assert "no cluster 'killed' runs here" in kvrelay("status", "--cluster", "killed").stderr
     assert kvrelay("down", "killed").returncode == 0
     assert not ray_dir("killed").exists()
     assert state.running_record("killed") is None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,32 @@ def test_the_command_line_overrides_the_file_and_is_checked_like_it() -> None:
     assert (spec.router.port, spec.name, spec.model) == (9000, "other", "/models/llama")
     with pytest.raises(ConfigError, match="replicas must be at least 1"):
         spec.with_overrides(decode=0)
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ({"prefill": -1}, "--prefill: replicas must be in [0, 256], got -1"),
+        ({"decode": 257}, "--decode: replicas must be in [0, 256], got 257"),
+        ({"decode": 0}, "--decode: decode: replicas must be at least 1: every request ends on a decode worker"),
+        ({"port": 70000}, "--port: port must be"),
+        ({"name": "../x"}, "--name: name must be 1 to 32 of a-z, 0-9 and inner dashes, got '../x'"),
+        ({"model": ""}, "--model: model must not be empty"),
+    ],
+)
+def test_an_option_out_of_range_is_named(override: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ClusterSpec().with_overrides(**override)
+    assert str(caught.value).startswith(complaint)
+
+
+@pytest.mark.parametrize(
+    "text", ["root:x:0:0 " * 1000, "x: y\n" + "k" * 5000 + ": 1", "name: " + "n" * 5000, "'" + "a" * 5000]
+)
+def test_a_file_that_is_no_spec_is_not_told_whole(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_spec(text, "c.yaml")
+    assert len(str(caught.value)) < 300
 
 
 def test_the_sample_spec_is_valid() -> None:

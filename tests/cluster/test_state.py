@@ -5,7 +5,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_a_record_is_readable_by_its_user_only() -> None:
     assert stat.S_IMODE(state.state_path("default").stat().st_mode) == 0o600
 
 
-def test_the_record_of_a_dead_process_is_removed(child: subprocess.Popen[bytes]) -> None:
+def test_the_record_of_a_dead_process_is_no_cluster_and_stays_for_who_clears_up(child: subprocess.Popen[bytes]) -> None:
     process = ProcessId.of(child.pid)
     assert process is not None
     state.write_record(record(process=process))
@@ -72,7 +72,8 @@ def test_the_record_of_a_dead_process_is_removed(child: subprocess.Popen[bytes])
     child.wait()
 
     assert state.running_record("default") is None
-    assert not state.state_path("default").exists()
+    assert state.running() == []
+    assert state.state_path("default").exists()
 
 
 def test_a_process_that_got_the_pid_of_a_dead_cluster_is_not_taken_for_it() -> None:
@@ -134,6 +135,46 @@ def test_two_processes_cannot_own_one_name(child: subprocess.Popen[bytes]) -> No
             pass
     with state.sole_owner("default"):
         pass
+
+
+def test_a_name_that_is_taken_and_not_recorded_yet_tells_the_process() -> None:
+    with state.sole_owner("default"):
+        state.write_record(record(process=ProcessId(2**22 + 1, "of an earlier run")))
+        with pytest.raises(ConfigError, match=rf"'default' runs already \(process {os.getpid()}\) and is starting;"):
+            with state.sole_owner("default"):
+                pass
+
+
+def test_no_lock_is_left_however_the_owner_ends() -> None:
+    with pytest.raises(ZeroDivisionError), state.sole_owner("default"):
+        raise ZeroDivisionError
+    assert os.listdir(state_dir()) == []
+
+
+def test_a_lock_whose_file_was_removed_keeps_nobody_out() -> None:
+    with state.sole_owner("default"):
+        state.lock_path("default").unlink()
+        with state.sole_owner("default"):
+            assert state.lock_path("default").read_text() == str(os.getpid())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: state.write_record(record()),
+        lambda: state.sole_owner("default").__enter__(),
+        lambda: state.find_running(),
+        lambda: state.find_running("default"),
+    ],
+)
+@pytest.mark.parametrize("in_the_way", ["", "state"])
+def test_a_home_that_is_no_folder_is_named_with_what_to_set(
+    home: Path, use: Callable[[], object], in_the_way: str
+) -> None:
+    home.rename(home.with_name("away")) if not in_the_way else None
+    (home / in_the_way).write_text("a file")
+    with pytest.raises(ConfigError, match=rf"cannot use {home}/state\S*: .*; set KVRELAY_HOME to a folder"):
+        use()
 
 
 def test_the_file_is_plain_json() -> None:

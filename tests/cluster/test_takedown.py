@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster import state, takedown
-from cluster.config import CLUSTER_ID_VARIABLE, ray_dir
+from cluster.config import CLUSTER_ID_VARIABLE, ray_dir, state_dir
 from cluster.processes import ProcessId
 from engine.errors import ConfigError
 
@@ -67,7 +67,7 @@ def record(process: ProcessId, name: str = "default") -> state.ClusterRecord:
 def test_a_cluster_that_stops_in_order_is_not_killed(start: Start) -> None:
     up = start(OBEYS)
     record(up)
-    assert takedown.take_down(None) == "default"
+    assert takedown.take_down(None) == ["default"]
     assert not up.alive
     assert state.read_record("default") is None
 
@@ -80,7 +80,7 @@ def test_what_does_not_stop_is_killed_with_everything_of_it(start: Start, monkey
     state.write_record(replace(record(up), members=(member,)))
     ray_dir("default").mkdir(parents=True)
 
-    assert takedown.take_down("default") == "default"
+    assert takedown.take_down("default") == ["default"]
 
     assert [process.alive for process in (up, recorded, marked, other)] == [False, False, False, True]
     assert not ray_dir("default").exists()
@@ -90,7 +90,7 @@ def test_a_process_that_got_a_recorded_pid_is_left_alone(start: Start) -> None:
     innocent = start(IGNORES_TERM)
     record(replace(innocent, birth="an-earlier-boot:1"))
 
-    assert takedown.take_down(None) == "default"
+    assert takedown.take_down(None) == ["default"]
 
     assert innocent.alive
     assert state.read_record("default") is None
@@ -104,8 +104,46 @@ def test_what_a_killed_cluster_left_is_ended(start: Start) -> None:
 
 
 def test_nothing_to_stop_is_no_error() -> None:
-    assert takedown.take_down(None) == ""
-    assert takedown.take_down("default") == ""
+    assert takedown.take_down(None) == []
+    assert takedown.take_down("default") == []
+
+
+def test_a_record_that_makes_no_sense_is_cleared_with_what_lies_beside_it() -> None:
+    state.state_path("default").parent.mkdir(parents=True)
+    state.state_path("default").write_text("{")
+    ray_dir("default").mkdir(parents=True)
+
+    assert takedown.take_down("default") == ["default"]
+
+    assert not state.state_path("default").exists()
+    assert not ray_dir("default").exists()
+
+
+def test_a_command_that_only_reads_leaves_what_down_needs_to_find_the_survivors(start: Start) -> None:
+    orphan = start(IGNORES_TERM, mark="id-of-default")
+    record(ProcessId(2**22 + 1, "gone"))
+    ray_dir("default").mkdir(parents=True)
+    assert state.running() == []
+    assert state.running_record("default") is None
+
+    assert takedown.take_down(None) == ["default"]
+
+    assert not orphan.alive
+    assert [path.name for path in state_dir().iterdir() if path.is_file()] == []
+    assert not ray_dir("default").exists()
+
+
+def test_without_a_name_all_dead_clusters_are_cleared_up() -> None:
+    record(ProcessId(2**22 + 1, "gone"), "a")
+    record(ProcessId(2**22 + 1, "gone"), "b")
+    assert takedown.take_down(None) == ["a", "b"]
+    assert state.names() == []
+
+
+@pytest.mark.parametrize("name", ["../../etc", "/etc", "", "A", "a" * 33])
+def test_a_name_that_no_cluster_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="name must be"):
+        takedown.take_down(name)
 
 
 def test_one_of_several_clusters_must_be_named(start: Start) -> None:
@@ -113,5 +151,5 @@ def test_one_of_several_clusters_must_be_named(start: Start) -> None:
     record(start(OBEYS), "b")
     with pytest.raises(ConfigError, match="several clusters run here: a, b; say which"):
         takedown.take_down(None)
-    assert takedown.take_down("a") == "a"
-    assert takedown.take_down(None) == "b"
+    assert takedown.take_down("a") == ["a"]
+    assert takedown.take_down(None) == ["b"]

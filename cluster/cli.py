@@ -6,11 +6,13 @@ Knows nothing else, so that `kvrelay --help` loads neither gRPC nor Ray nor torc
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import click
 
-from engine.errors import EngineError
+from engine.errors import EngineError, RequestError
 
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130
@@ -61,16 +63,27 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except EngineError as error:
-            click.echo(f"kvrelay: {one_line(error)}", err=True)
+            click.echo(f"kvrelay: {one_line(error, self._flags(ctx))}", err=True)
             ctx.exit(EXIT_ERROR)
         except KeyboardInterrupt:
             click.echo(err=True)  # the shell's prompt begins on a line of its own
             ctx.exit(EXIT_INTERRUPTED)
 
+    def _flags(self, ctx: click.Context) -> dict[str, str]:
+        """What the options of the command that ran are called, by the name of what they set."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        options = [param for param in command.params if isinstance(param, click.Option)] if command else []
+        return {option.name: option.opts[0] for option in options if option.name}
 
-def one_line(error: EngineError) -> str:
-    """The error's text on one line; its class if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+
+def one_line(error: EngineError, flags: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The error's text on one line; its class if it has none. Names of fields that have a flag become the flag."""
+    text = str(error)
+    if isinstance(error, RequestError) and error.field in flags:
+        text = f"{flags[error.field]}: {error.description}"
+    elif "timeout_s" in flags:  # the API's word, in an advice
+        text = text.replace("timeout_s", flags["timeout_s"])
+    return " ".join(text.split()) or type(error).__name__
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

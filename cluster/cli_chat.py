@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ with contextlib.suppress(ImportError):  # where there is one, `input` gets line 
     import readline  # noqa: F401
 
 PROMPT = "> "
+NEW = "a new conversation"
 HINT = "Ctrl-C cancels an answer, Ctrl-D leaves, /new starts over."
 
 
@@ -62,22 +64,28 @@ class Conversation:
 @click.option("--system", metavar="TEXT", default=None, help="A system message before the first one.")
 @timeout_option(DEFAULT_TIMEOUT_S)
 def chat(address: str, system: str | None, timeout_s: float, **options: Any) -> None:
-    """Talk to the model. Ctrl-C cancels an answer, Ctrl-D leaves."""
+    """Talk to the model. Ctrl-C cancels an answer, Ctrl-D leaves, /new starts over.
+
+    From a pipe, each line is a message, and stdout holds the answers alone.
+    """
+    prompt = PROMPT if sys.stdin.isatty() else ""
     with Client(address, timeout_s=timeout_s) as client:
         names = ", ".join(card.name for card in client.models())
         click.echo(f"{names}. {HINT}", err=True)
         conversation = Conversation(client, system, given_sampling(options))
         while True:
             try:
-                text = input(PROMPT).strip()
+                text = input(prompt).strip()
             except EOFError:
-                click.echo()
+                if prompt:
+                    click.echo()
                 return
             except KeyboardInterrupt:
                 click.echo(f"\n{HINT}", err=True)
                 continue
             if text == "/new":
                 conversation.start_over()
+                click.echo(NEW, err=True)
             elif text:
                 _say(conversation, text)
 

@@ -17,7 +17,11 @@ from kvrelay.summary import summarize
 _SAMPLING: dict[str, dict[str, Any]] = {
     "--max-tokens": {"type": int, "help": "Output tokens at most.  [default: 256]"},
     "--min-tokens": {"type": int, "help": "No stop before this many output tokens."},
-    "--temperature": {"type": float, "help": "0 takes the most likely token each time.  [default: 1.0]"},
+    "--temperature": {
+        "type": float,
+        "default": 0.0,
+        "help": "0 takes the most likely token each time; higher is more varied.  [default: 0; that of the API is 1.0]",
+    },
     "--top-k": {"type": int, "help": "Keep the K most likely tokens; 0 keeps all."},
     "--top-p": {"type": float, "help": "Keep the most likely tokens up to this probability, in (0, 1]."},
     "--seed": {"type": int, "help": "The same seed gives the same answer.  [default: drawn by the router]"},
@@ -27,7 +31,10 @@ _SAMPLING: dict[str, dict[str, Any]] = {
 
 
 def sampling_options(command: CommandT) -> CommandT:
-    """Options named as in `SamplingParams`. Those not given stay out, so that its defaults stand in one place."""
+    """Options named as in `SamplingParams`. Those not given stay out, so that its defaults stand in one place.
+
+    But for the temperature: small models talk nonsense at the API's default, and a command is often tried with one.
+    """
     for name, settings in reversed(_SAMPLING.items()):
         command = click.option(name, **settings)(command)
     return command

@@ -119,18 +119,24 @@ def _view_or_error(client: Client) -> RenderableType:
 
 
 def _cells(worker: WorkerStatus) -> list[RenderableType]:
-    speed = f"{worker.prefill_tokens_per_s:.0f} tok/s" if worker.prefill_tokens_per_s else "-"
-    if worker.role == "decode":
-        speed = f"{worker.decode_step_ms:.1f} ms/step" if worker.decode_step_ms else "-"
     blocks = (worker.blocks_total, worker.blocks_free, worker.blocks_cached, worker.blocks_owned)
     return [
         worker.worker_id,
         worker.role,
         Text(worker.state, style=_STATE_STYLES.get(worker.state, "")),
         *(str(count) for count in (worker.running, worker.waiting, *blocks)),
-        speed,
+        speed_of(worker),
         format_bytes(worker.resident_bytes),
     ]
+
+
+def speed_of(worker: WorkerStatus) -> str:
+    """`-` for a worker that does nothing: what was measured last is of another time."""
+    if worker.running and worker.role == "decode" and worker.decode_step_ms:
+        return f"{worker.decode_step_ms:.1f} ms/step"
+    if worker.running and worker.role == "prefill" and worker.prefill_tokens_per_s:
+        return f"{worker.prefill_tokens_per_s:.0f} tok/s"
+    return "-"
 
 
 def _remarks(workers: tuple[WorkerStatus, ...]) -> Iterator[Text]:

@@ -33,10 +33,14 @@ class Demo:
         messages = [{"role": "user", "content": self._prompt}]
         async with AsyncClient(record.router_address, timeout_s=TIMEOUT_S) as client:
             async with client.stream(messages=messages, max_tokens=self._max_tokens, temperature=0.0) as stream:
+                held = ""  # blank space may be the end of the answer: it is shown when something follows it
                 async for chunk in stream:
-                    self._console.out(chunk.text, end="", highlight=False)
+                    text = held + chunk.text
+                    shown = text.rstrip()
+                    held = text[len(shown) :]
+                    self._console.out(shown, end="", highlight=False)
                 generation = stream.result
-        self._console.print("\n")
+        self._console.out(" … (max_tokens reached)" if generation.finish_reason == "length" else "")
         for line in summarize(generation):
             self._console.out(line, highlight=False)
         self._console.out(f"{'ready':<10}after {ready_s:.1f} s", highlight=False)

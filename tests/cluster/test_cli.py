@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +17,9 @@ import pytest
 from click.testing import CliRunner, Result
 from fake_router import Event, FakeRouter, LiveCall, accepted, finished, running_fake_router, tokens
 
-from cluster import cli, cli_pull, state
-from engine.errors import ModelError, NoWorkers, RequestError
+from cluster import cli, cli_pull, cli_status, state
+from engine.errors import DeadlineExceeded, ModelError, NoWorkers, RequestError
+from kvrelay import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 30.0
@@ -57,6 +59,18 @@ def test_generate_passes_on_what_was_given_and_nothing_else(router: FakeRouter) 
     assert request.sampling.top_p == 1.0
     assert not request.sampling.HasField("logprobs")
     assert (request.request_id, request.model) == ("mine", "m")
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["chat"]])
+def test_without_a_temperature_the_commands_take_the_most_likely_token(router: FakeRouter, command: list[str]) -> None:
+    kvrelay(*command, "--router", router.address, stdin="hello\n")
+    assert router.requests[-1].sampling.temperature == 0.0
+
+
+def test_an_advice_names_the_flag_and_not_the_field(router: FakeRouter) -> None:
+    router.error = DeadlineExceeded("too late (timeout_s sets how long a call may take)")
+    result = kvrelay("generate", "x", "--router", router.address)
+    assert result.stderr == "kvrelay: too late (--timeout sets how long a call may take)\n"
 
 
 def test_generate_sends_a_chat_by_default_and_the_bare_prompt_with_raw(router: FakeRouter) -> None:
@@ -112,7 +126,9 @@ def test_generate_names_bytes_that_are_no_utf8(router: FakeRouter) -> None:
     [
         (["generate", ""], 1, "prompt: must not be empty"),
         (["generate", "x", "--temperature", "nan"], 1, "temperature: must be a finite number"),
-        (["generate", "x", "--timeout", "0"], 1, "timeout_s: must be in (0, "),
+        (["generate", "x", "--timeout", "0"], 1, "kvrelay: --timeout: must be in (0, "),
+        (["chat", "--timeout", "0"], 1, "kvrelay: --timeout: must be in (0, "),
+        (["generate", "x", "--max-tokens", "0"], 1, "kvrelay: --max-tokens: must be"),
         (["generate"], 2, "Missing argument 'PROMPT'"),
         (["generate", "x", "--max-tokens", "many"], 2, "'many' is not a valid integer"),
         (["generate", "x", "--raw", "--system", "y"], 2, "cannot be used with --raw"),
@@ -175,6 +191,13 @@ def test_status_shows_every_worker_its_blocks_and_its_trouble(router: FakeRouter
     assert "decode-0 errors: DigestMismatch 3" in lines
 
 
+def test_a_worker_that_does_nothing_has_no_speed(router: FakeRouter) -> None:
+    with Client(router.address) as client:
+        workers = client.status().workers
+    assert [cli_status.speed_of(worker) for worker in workers] != ["-"] * len(workers)
+    assert [cli_status.speed_of(replace(worker, running=0)) for worker in workers] == ["-"] * len(workers)
+
+
 def test_status_json_has_the_fields_of_the_protocol(router: FakeRouter) -> None:
     printed = json.loads(kvrelay("status", "--json", "--router", router.address).stdout)
     assert printed["workers"][0]["blocks_free"] == 60
@@ -197,8 +220,13 @@ def test_chat_sends_the_whole_conversation_and_leaves_at_the_end_of_input(router
 
 
 def test_chat_starts_over_on_request(router: FakeRouter) -> None:
-    kvrelay("chat", "--router", router.address, stdin="hello\n/new\nagain\n")
+    result = kvrelay("chat", "--router", router.address, stdin="hello\n/new\nagain\n")
+    assert "a new conversation\n" in result.stderr
     assert [m.content for m in router.requests[-1].chat.messages] == ["again"]
+
+
+def test_chat_from_a_pipe_writes_the_answers_and_nothing_else(router: FakeRouter) -> None:
+    assert kvrelay("chat", "--router", router.address, stdin="hello\nagain\n").stdout == "Grüße ✓\n" * 2
 
 
 def test_an_error_ends_the_turn_but_not_the_chat(router: FakeRouter) -> None:

@@ -7,6 +7,7 @@ retryable.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Protocol, cast
 
 import grpc
@@ -53,6 +54,9 @@ _CLASSES_OF_FOREIGN: dict[grpc.StatusCode, type[EngineError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
 }
+
+# How gRPC refuses a message before the server sees it. To try again would not help.
+_TOO_LARGE = re.compile(r"^(?:SERVER: )?Received message larger than max \((?P<size>\d+) vs\. (?P<limit>\d+)\)")
 
 # What the one who sees it can do about it.
 _ADVICE: dict[grpc.StatusCode, str] = {
@@ -119,6 +123,8 @@ def from_rpc_error(error: grpc.RpcError, peer: str = "") -> EngineError:
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == ERROR_DOMAIN and info.reason in _CLASSES:
             return _restore(_CLASSES[info.reason], status)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(text)):
+        return RequestError("request", f"at most {sizes['limit']} bytes in one message, got {sizes['size']}")
     cls = _CLASSES_OF_FOREIGN.get(code, InternalError)
     return cls(_foreign_text(code, text, peer))
 

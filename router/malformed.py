@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeAlias, cast
 
 import grpc
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, ServiceDescriptor
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -24,10 +24,14 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class RefuseMalformed(grpc.aio.ServerInterceptor):
-    """Applies to calls of one service; `requests` are the request messages by method name."""
+    """Applies to the calls of `services`."""
 
-    def __init__(self, service: str, requests: dict[str, Descriptor]) -> None:
-        self._requests = {f"/{service}/{method}": descriptor for method, descriptor in requests.items()}
+    def __init__(self, services: Iterable[ServiceDescriptor]) -> None:
+        self._requests = {
+            f"/{service.full_name}/{method.name}": method.input_type
+            for service in services
+            for method in service.methods
+        }
 
     async def intercept_service(
         self,

@@ -20,8 +20,8 @@ from router.registry import Registry
 from router.served_model import ServedModel, load_served_model
 from router.service import AdminService, RouterService
 
-ROUTER_SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
-ADMIN_SERVICE = router_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+SERVICES = tuple(router_pb2.DESCRIPTOR.services_by_name[name] for name in ("Router", "Admin"))
+ROUTER_SERVICE, ADMIN_SERVICE = (service.full_name for service in SERVICES)
 
 
 class RouterServer:
@@ -60,7 +60,7 @@ class RouterServer:
             model = await asyncio.to_thread(load_served_model, Path(self._config.model_path), self._config.model_name)
         registry = Registry(self._config, model.fingerprint)
         dispatcher = Dispatcher(self._config, model, registry)
-        server = grpc.aio.server(interceptors=[_refuse_malformed()], options=self._options())
+        server = grpc.aio.server(interceptors=[RefuseMalformed(SERVICES)], options=self._options())
         router_pb2_grpc.add_RouterServicer_to_server(RouterService(self._config, model, dispatcher), server)
         router_pb2_grpc.add_AdminServicer_to_server(
             AdminService(self._config, _version(), registry, dispatcher), server
@@ -127,11 +127,6 @@ class RouterServer:
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
             ("grpc.http2.max_pings_without_data", 0),
         ]
-
-
-def _refuse_malformed() -> RefuseMalformed:
-    methods = router_pb2.DESCRIPTOR.services_by_name["Router"].methods
-    return RefuseMalformed(ROUTER_SERVICE, {method.name: method.input_type for method in methods})
 
 
 def _version() -> str:

@@ -96,6 +96,23 @@ def test_a_foreign_status_becomes_the_nearest_class_and_names_its_code(
     assert str(error).startswith(f"gRPC status {code.name} from 127.0.0.1:8080: as the proxy said")
 
 
+@pytest.mark.parametrize(
+    ("text", "cls"),
+    [
+        ("SERVER: Received message larger than max (9000000 vs. 8388608)", RequestError),
+        ("Received message larger than max (9000000 vs. 8388608)", RequestError),
+        ("Stream removed (CLIENT: Received message larger than max (9000000 vs. 8388608))", errors.CapacityError),
+    ],
+)
+def test_a_message_that_grpc_finds_too_large_is_the_sender_s_fault(
+    loopback: Loopback, text: str, cls: type[EngineError]
+) -> None:
+    error = _status.from_rpc_error(loopback.call((grpc.StatusCode.RESOURCE_EXHAUSTED, text, ())))
+    assert type(error) is cls
+    if cls is RequestError:
+        assert str(error) == "request: at most 8388608 bytes in one message, got 9000000"
+
+
 def test_details_that_are_not_ours_are_a_foreign_status(loopback: Loopback) -> None:
     metadata = ((_status.DETAILS_KEY, b"\xff not a message"),)
     error = _status.from_rpc_error(loopback.call((grpc.StatusCode.UNAVAILABLE, "down", metadata)))

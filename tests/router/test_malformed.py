@@ -16,7 +16,7 @@ from kvrelay._status import from_rpc_error
 from kvrelay.v1 import router_pb2
 from router.malformed import malformed
 from router.served_model import ServedModel
-from router.server import ROUTER_SERVICE, RouterServer
+from router.server import ADMIN_SERVICE, ROUTER_SERVICE, RouterServer
 
 GENERATE = router_pb2.GenerateRequest.DESCRIPTOR
 LATIN_1 = "é".encode("latin-1")
@@ -82,3 +82,12 @@ async def test_a_unary_call_is_checked_too(address: str) -> None:
             await channel.unary_unary(f"/{ROUTER_SERVICE}/Tokenize")(field(1, LATIN_1), timeout=5)
 
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_calls_of_operators_are_checked_like_those_of_clients(address: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await channel.unary_unary(f"/{ADMIN_SERVICE}/Status")(b"\xff\xff\xff", timeout=5)
+
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(from_rpc_error(raised.value)) == "request: is not a StatusRequest message"

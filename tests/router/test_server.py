@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -263,3 +264,6 @@ async def test_a_message_over_the_size_limit_is_refused_before_it_is_read(front:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         [_ async for _ in front.generate(prompt=b"x" * 2000)]
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = from_rpc_error(raised.value)
+    assert isinstance(error, RequestError)
+    assert re.fullmatch(r"request: at most 1000 bytes in one message, got 2\d\d\d", str(error))

@@ -1,0 +1,125 @@
+"""What an operator and a router do with an engine's cached KV: pin it, forget it, follow it."""
+
+from __future__ import annotations
+
+import pytest
+from block_follower import BlockFollower
+from factories import HarnessFactory, fake_identity, fake_layout, make_request
+from fakes import FakeModel, expected_output
+
+from engine.block_events import Stored
+from engine.block_hash import block_chain, pack_tokens
+from engine.config import CacheConfig, SchedulerConfig
+from engine.engine import Engine
+from engine.errors import InternalError, PinLimit, RequestError
+from engine.kv_cache import KvCache
+from engine.request import RequestStatus
+
+SYSTEM = list(range(100, 110))  # 2 full blocks of 4 tokens, and 2 tokens
+SCOPE = b"tenant"
+
+
+def test_a_pinned_prefix_survives_what_would_evict_it(make_engine: HarnessFactory) -> None:
+    harness = make_engine(num_blocks=12)
+    harness.submit(make_request(SYSTEM))
+    harness.run()
+    assert harness.engine.pin("system", SCOPE, SYSTEM) == 8
+    harness.submit(make_request(range(30), max_tokens=10))
+    harness.run()
+    again = harness.submit(make_request([*SYSTEM, 1]))
+    harness.run()
+    assert again.num_cached_tokens == 8
+
+    harness.engine.unpin("system")
+    harness.submit(make_request(range(200, 239), max_tokens=10))
+    harness.run()
+    once_more = harness.submit(make_request([*SYSTEM, 1]))
+    harness.run()
+    assert once_more.num_cached_tokens == 0
+
+
+def test_a_pin_says_how_much_is_resident(make_engine: HarnessFactory) -> None:
+    harness = make_engine()
+    assert harness.engine.pin("system", SCOPE, SYSTEM) == 0
+    harness.submit(make_request(SYSTEM[:5]))
+    harness.run()
+    assert harness.engine.pin("system", SCOPE, SYSTEM) == 4
+    assert harness.engine.pin("system", b"other", SYSTEM) == 0
+    with pytest.raises(RequestError, match="prompt_token_ids"):
+        harness.engine.pin("system", SCOPE, [-1])
+
+
+def test_a_request_that_does_not_fit_beside_what_is_pinned_is_refused_at_once(make_engine: HarnessFactory) -> None:
+    harness = make_engine(num_blocks=12)
+    harness.submit(make_request(SYSTEM))
+    harness.run()
+    harness.engine.pin("system", SCOPE, SYSTEM)
+    with pytest.raises(RequestError, match="the pool has 12, of which 2 are pinned"):
+        harness.submit(make_request(range(40), max_tokens=2))
+    harness.engine.unpin("system")
+    request = harness.submit(make_request(range(40), max_tokens=2))
+    harness.run()
+    assert harness.outputs[request.request_id] == expected_output(range(40), 2)
+
+
+def test_nothing_is_pinned_that_an_accepted_request_needs(make_engine: HarnessFactory) -> None:
+    harness = make_engine(num_blocks=12)
+    harness.submit(make_request(SYSTEM))
+    harness.run()
+    large = harness.submit(make_request(range(40), max_tokens=8))
+    with pytest.raises(PinLimit, match="at most 0"):
+        harness.engine.pin("system", SCOPE, SYSTEM)
+    harness.run()
+    assert harness.outputs[large.request_id] == expected_output(range(40), 8)
+
+
+def test_the_cache_is_forgotten_only_when_nothing_is_in_use(make_engine: HarnessFactory) -> None:
+    harness = make_engine()
+    request = harness.submit(make_request(SYSTEM))
+    harness.step()
+    assert not harness.engine.reset_prefix_cache()
+    harness.run()
+    assert request.status is RequestStatus.FINISHED
+    assert harness.engine.reset_prefix_cache()
+    assert harness.engine.stats().blocks.free == 64
+    again = harness.submit(make_request(SYSTEM))
+    harness.run()
+    assert again.num_cached_tokens == 0
+
+
+def test_the_events_name_the_blocks_of_prompt_and_output(make_engine: HarnessFactory) -> None:
+    harness = make_engine()
+    request = harness.submit(make_request(SYSTEM, max_tokens=8))
+    harness.run()
+    batch = harness.engine.take_block_events()
+    (stored,) = batch.events
+    assert isinstance(stored, Stored)
+    chain = block_chain(fake_identity().root(SCOPE), pack_tokens(request.token_ids[:16]), 4)
+    assert stored.hashes == tuple(chain)
+    follower = BlockFollower()
+    follower.apply(batch)
+    assert set(follower.resident) == set(harness.engine.block_snapshot().hashes)
+
+
+def test_events_carry_the_incarnation_of_the_worker() -> None:
+    kv = KvCache(fake_layout(), 8)
+    engine = Engine(
+        FakeModel(),
+        kv,
+        CacheConfig(num_blocks=8, block_size=4),
+        SchedulerConfig(),
+        fake_identity(),
+        64,
+        incarnation="i7",
+    )
+    assert engine.take_block_events().incarnation == engine.block_snapshot().incarnation == "i7"
+    engine.check_integrity()
+    kv.close()
+
+
+def test_a_window_is_refused_as_long_as_no_model_has_one() -> None:
+    kv = KvCache(fake_layout(), 8)
+    config = CacheConfig(num_blocks=8, block_size=4, sliding_window=4)
+    with pytest.raises(InternalError, match="sliding_window"):
+        Engine(FakeModel(), kv, config, SchedulerConfig(), fake_identity(), 64)
+    kv.close()

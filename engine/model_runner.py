@@ -61,7 +61,7 @@ def to_forward_batch(batch: ScheduledBatch) -> ForwardBatch:
 def check_model_fits_pool(model: Model, kv: KvCache, cache_config: CacheConfig) -> None:
     """Refuse to build an engine of parts that do not belong together. Raises `InternalError` naming the part."""
     if cache_config.sliding_window is not None:
-        raise InternalError("sliding_window: no attention kernel has one yet, so it would read blocks that were given back")
+        raise InternalError("sliding_window: no kernel has one yet, so it would read blocks that were given back")
     layout, config = kv.layout, model.config
     pairs = {
         "num_layers": (layout.num_layers, config.num_layers),

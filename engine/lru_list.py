@@ -24,8 +24,13 @@ class LruList:
         self._length = 0
 
     def append(self, item: int) -> None:
-        """Make `item` the newest."""
-        self.insert_before(item, self._anchor)
+        """Make `item` the newest. Raises `InternalError` if it is a member."""
+        if self._next[item] != _ABSENT:
+            raise InternalError(f"{item} is in the list already")
+        anchor, newest = self._anchor, self._previous[self._anchor]
+        self._next[newest] = self._previous[anchor] = item
+        self._previous[item], self._next[item] = newest, anchor
+        self._length += 1
 
     def insert_before(self, item: int, newer: int) -> None:
         """Put `item` right before the member `newer`. Raises `InternalError` if it is a member, or `newer` is none."""
@@ -38,11 +43,12 @@ class LruList:
 
     def remove(self, item: int) -> None:
         """Raises `InternalError` if `item` is no member."""
-        newer, older = self._next[item], self._previous[item]
+        after, before = self._next, self._previous
+        newer, older = after[item], before[item]
         if newer == _ABSENT:
             raise InternalError(f"{item} is not in the list")
-        self._next[older], self._previous[newer] = newer, older
-        self._next[item] = self._previous[item] = _ABSENT
+        after[older], before[newer] = newer, older
+        after[item] = before[item] = _ABSENT
         self._length -= 1
 
     def pop_oldest(self) -> int:

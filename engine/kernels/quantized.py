@@ -13,7 +13,7 @@ they came, because encoding twice, first under a smaller scale, gives the same c
 (All this while float32 can hold value / scale: values below 2^-100 of the largest one may differ.)
 
 Writing a block's first slot means that the block begins anew: scale and codes of its former owner count no more.
-Whoever writes another slot owns the block and has written the slots before it; a shared block is never written.
+Whoever writes another slot owns the block, and the slots before it hold its tokens; a shared block is never written.
 
 No error is raised here. A key or value that is not finite turns its scale into NaN, so all that is read from that head
 of the block is NaN until the block begins anew: the logits say NaN, as they do with the other types, and the sampler

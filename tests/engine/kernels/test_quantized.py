@@ -107,6 +107,29 @@ def test_a_blocks_bytes_do_not_depend_on_the_chunks(
     assert contents(first) == contents(second)
 
 
+@each_format
+@pytest.mark.parametrize("growth", [1, 2, 5, 9])
+def test_no_value_depends_on_whether_the_scale_grew_before_or_after_it_was_written(dtype: str, growth: int) -> None:
+    # Beside 1.0, which sets the scale: three of all values with 9 bits, down to where both formats lose them.
+    values = (torch.arange(256, 512) / 512 * 2.0 ** torch.arange(0, -18, -1)[:, None]).view(-1, 1) * torch.tensor(
+        [1, -1]
+    )
+    first = torch.cat((torch.ones(3072, 1), values.view(3072, 3)), dim=1).view(2, -1, KV_HEADS, HEAD_DIM)
+    second = torch.full_like(first, 2.0**growth)
+    num_blocks = first.shape[1]
+    later, together = pool_of(dtype, num_blocks), pool_of(dtype, num_blocks)
+
+    def put(kv: KvCache, both: torch.Tensor, offsets: list[int]) -> None:  # both: [2, blocks * offsets, heads, dim]
+        blocks = torch.arange(num_blocks).repeat_interleave(len(offsets))
+        store_kv(both[0], both[1], kv.pool, LAYER, blocks, torch.tensor(offsets * num_blocks), kv.scales)
+
+    put(later, first, [0])
+    put(later, second, [1])
+    put(together, torch.stack((first, second), dim=2).flatten(1, 2), [0, 1])
+
+    assert contents(later) == contents(together)
+
+
 @settings(deadline=None)
 @given(any_format, tokens(), chunkings)
 def test_what_is_read_is_near_what_was_written(dtype: str, written: Tokens, chunk_sizes: list[int]) -> None:

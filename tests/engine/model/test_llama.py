@@ -141,7 +141,7 @@ def test_short_types_stay_near_the_dense_logits(dtype: str, chunk_sizes: list[in
 )
 @pytest.mark.parametrize("chunk_sizes", [[60], [30, 30], [7] + [1] * 53], ids=str)
 def test_each_type_of_kv_stays_near_the_dense_logits(kv_dtype: str, tolerance: float, chunk_sizes: list[int]) -> None:
-    """The model is one that makes much of small errors: on SmolLM2, `bench.kv_quality` finds a hundredth of these."""
+    """The model is one that makes much of small errors; `bench.kv_quality` measures a real one."""
     tensors = random_tensors(TINY)
     token_ids = random_tokens(60)
 

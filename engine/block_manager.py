@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from engine.block_events import BlockEvents, EventBatch, Snapshot
+from engine.block_stats import BlockStats
 from engine.config import CacheConfig
 from engine.errors import InternalError, NoFreeBlocks
 from engine.lru_list import LruList
@@ -17,31 +17,7 @@ MAX_PENDING_HASHES_PER_BLOCK = 4
 """Events wait until the pool has turned over twice; from there on a snapshot is much the shorter answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStats:
-    """Every block is in exactly one state, so the first five add up to `total`."""
-
-    free: int
-    """Without content."""
-    cached: int
-    """Held by nobody, found by hash, given up when memory is wanted, unless it is pinned."""
-    owned: int
-    """Held by at least one request."""
-    leased: int
-    """Held by one request, and a link may write into it."""
-    quarantined: int
-    """Held by nobody but the quarantine: a link may still read or write it."""
-    total: int
-    pinned: int = 0
-    """Of the cached and held ones: kept from eviction under a name."""
-    copies_avoided: int = 0
-    """Blocks needed in addition if nobody shared: the requests that hold each block, without the first."""
-    copies: int = 0
-    """Made since the start because a request was to write into a block that others can read."""
-    evictions: int = 0
-    """Cached blocks given up since the start."""
-    event_overflows: int = 0
-    """How often since the start events were dropped because nobody took them."""
+__all__ = ["BlockManager", "BlockStats"]
 
 
 class BlockManager:
@@ -63,12 +39,18 @@ class BlockManager:
     """
 
     def __init__(
-        self, config: CacheConfig, *, copy_block: Callable[[int, int], None] | None = None, incarnation: str = ""
+        self,
+        config: CacheConfig,
+        *,
+        copy_block: Callable[[int, int], None] | None = None,
+        on_evict: Callable[[int, bytes], None] | None = None,
+        incarnation: str = "",
     ) -> None:
-        """`copy_block(source, target)` copies contents; needed for `copy_on_write` alone. `incarnation` of the worker
-        goes with its events."""
+        """`copy_block(source, target)` copies contents; needed for `copy_on_write` alone. `on_evict(block, hash)` is
+        called while the contents are still there, and must not raise. `incarnation` of the worker: for its events."""
         self._config = config
         self._copy_block = copy_block
+        self._on_evict = on_evict
         # Last in, first out: a small working set touches few pages of the pool.
         self._free = list(reversed(range(config.num_blocks)))
         self._cached = LruList(config.num_blocks)
@@ -294,14 +276,15 @@ class BlockManager:
 
     def stats(self) -> BlockStats:
         free, cached, leased = len(self._free), len(self._cached) + self._num_idle_pinned, len(self._leased)
-        quarantined = self._num_quarantined
+        total, quarantined = self._config.num_blocks, self._num_quarantined
+        owned = total - free - cached - leased - quarantined
         return BlockStats(
             free=free,
             cached=cached,
-            owned=self._config.num_blocks - free - cached - leased - quarantined,
+            owned=owned,
             leased=leased,
             quarantined=quarantined,
-            total=self._config.num_blocks,
+            total=total,
             pinned=len(self._pins),
             copies_avoided=self._num_shares,
             copies=self._num_copies,
@@ -344,6 +327,9 @@ class BlockManager:
 
     def _evict(self) -> int:
         evicted = self._cached.pop_oldest()
+        content_hash = self._index.hash_of(evicted)
+        if self._on_evict is not None and content_hash is not None:
+            self._on_evict(evicted, content_hash)
         *followers, _ = self._index.remove(evicted)
         # Those that somebody holds stay with them; the rest has lost what made it worth keeping.
         for block in followers:

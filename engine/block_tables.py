@@ -10,7 +10,8 @@ from engine.adoption import Adoption, MissingBlock
 from engine.block_hash import BlockIdentity, block_chain, extend_chain, pack_tokens
 from engine.block_manager import BlockManager
 from engine.config import CacheConfig
-from engine.request import Request, RequestKind
+from engine.host_tier import HostTier
+from engine.request import Request, RequestKind, RequestStatus
 
 NO_BLOCK = -1
 """Stands in a block table for a block that left the sliding window: whoever reads it reads too far back."""
@@ -35,6 +36,10 @@ class AdmissionPlan:
     """Blocks to be allocated behind them."""
     num_computed_tokens: int
     """Tokens that have KV in these blocks once it is admitted."""
+    restored: tuple[int, ...] = ()
+    """Host slots whose contents go into the first of the new blocks."""
+    num_released_blocks: int = 0
+    """Blocks that the request had given back when it was preempted, before all others; then nothing is cached."""
 
 
 class BlockTables:
@@ -54,10 +59,13 @@ class BlockTables:
     together, deepest first, they leave a cache in which every resident block's ancestors are resident.
     """
 
-    def __init__(self, config: CacheConfig, blocks: BlockManager, identity: BlockIdentity) -> None:
+    def __init__(
+        self, config: CacheConfig, blocks: BlockManager, identity: BlockIdentity, host: HostTier | None = None
+    ) -> None:
         self._config = config
         self._blocks = blocks
         self._identity = identity
+        self._host = host
         self._quarantines: list[_Quarantine] = []
 
     @property
@@ -71,22 +79,47 @@ class BlockTables:
             self._config.blocks_for(len(request.token_ids)) + 1,
             self._config.blocks_for(request.max_kv_tokens),
         )
-        return AdmissionPlan(request, tuple(cached), num_blocks - len(cached), len(cached) * self._config.block_size)
+        parked = None if self._host is None else self._host.parked(request.request_id)
+        if parked is not None and parked.num_computed_tokens > len(cached) * self.block_size:
+            released = parked.num_released_blocks
+            cached = cached if len(cached) > released else []
+            start = max(released, len(cached))
+            slots, num_computed = parked.slots[start - released :], parked.num_computed_tokens
+            return AdmissionPlan(request, tuple(cached), num_blocks - start, num_computed, slots, start - len(cached))
+        slots = tuple(self._cached_on_host(request, len(cached)))
+        num_computed = (len(cached) + len(slots)) * self.block_size
+        return AdmissionPlan(request, tuple(cached), num_blocks - len(cached), num_computed, slots)
 
     def hold(self, plan: AdmissionPlan) -> None:
-        """Begin an admission: take hold of the cached prefix, before anything is allocated that could evict it."""
+        """Begin an admission: take hold of what is cached, before anything is allocated that could evict it."""
         self._blocks.acquire(plan.cached)
-        plan.request.block_table = list(plan.cached)
+        plan.request.block_table = [NO_BLOCK] * plan.num_released_blocks + list(plan.cached)
+        plan.request.num_released_blocks = plan.num_released_blocks
+        if self._host is not None:
+            self._host.hold(plan.restored)
 
     def fill(self, plan: AdmissionPlan) -> None:
-        """End an admission: allocate the other blocks. Those of the prefix count as computed."""
+        """End an admission: allocate the other blocks, and copy into them what is in host memory.
+
+        If copying fails, the request has its blocks, and none of the new ones counts as computed.
+        """
         request = plan.request
+        num_held = len(request.block_table)
         request.block_table += self._blocks.allocate(plan.num_new)
-        request.num_published_blocks = len(plan.cached)
+        request.num_published_blocks = num_held
+        if self._host is not None:
+            for slot, block in zip(plan.restored, request.block_table[num_held:], strict=False):
+                self._host.restore(slot, block)
+            self._host.unpark(request.request_id)
         request.num_computed_tokens = plan.num_computed_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        self._leave_window(request)
+        self.publish(request)
+
+    def settle(self) -> None:
+        """Until all copies between pool and host memory are done: before anybody else writes into a block."""
+        if self._host is not None:
+            self._host.settle()
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> bool:
         """Let `child`, which has no blocks, begin with the parent's blocks of their first `num_tokens` tokens.
@@ -169,6 +202,22 @@ class BlockTables:
         """No link writes into these blocks of the request any more."""
         self._blocks.unlease([request.block_table[i] for i in ordinals])
 
+    def park(self, request: Request) -> bool:
+        """Copy the KV of a request that is to be preempted to host memory, for its next admission.
+
+        False, and nothing has changed, if there is no room for it.
+        """
+        if self._host is None:
+            return False
+        released, published = request.num_released_blocks, request.num_published_blocks
+        hashes: list[bytes | None] = (
+            list(request.block_hashes[:published]) if self._config.enable_prefix_caching else []
+        )
+        num_blocks = self._config.blocks_for(request.num_computed_tokens)
+        hashes += [None] * (num_blocks - len(hashes))
+        blocks = list(zip(request.block_table[released:num_blocks], hashes[released:], strict=True))
+        return self._host.park(request.request_id, blocks, request.num_computed_tokens, released)
+
     def free(self, request: Request, busy_slots: Collection[int] = ()) -> None:
         """Let go of the request's blocks. Those that a link may touch still stay in quarantine until `quiet`.
 
@@ -220,8 +269,10 @@ class BlockTables:
         return self._blocks.pin(name, hashes, max_blocks) * size
 
     def check_integrity(self, requests: Collection[Request]) -> None:
-        """`requests`: all that hold blocks."""
+        """`requests`: all that hold blocks, or wait for them."""
         self._blocks.check_integrity()
+        if self._host is not None:
+            self._host.check_integrity({r.request_id for r in requests if r.status is RequestStatus.WAITING})
         holders: Counter[int] = Counter()
         leased = 0
         for request in requests:
@@ -310,6 +361,13 @@ class BlockTables:
             return []
         self._hash_full_blocks(request)
         return self._blocks.lookup(request.block_hashes[: (len(request.token_ids) - 1) // self._config.block_size])
+
+    def _cached_on_host(self, request: Request, num_resident: int) -> list[int]:
+        """Host slots of what follows the resident prefix."""
+        if self._host is None or not self._config.enable_prefix_caching:
+            return []
+        limit = (len(request.token_ids) - 1) // self._config.block_size
+        return self._host.lookup(request.block_hashes[num_resident:limit])
 
     def _hash_full_blocks(self, request: Request) -> None:
         size, hashes = self._config.block_size, request.block_hashes

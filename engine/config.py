@@ -88,6 +88,9 @@ class SchedulerConfig:
     """Requests that may run at once."""
     max_waiting: int = 1024
     """Requests that may wait; one more is refused with `QueueFull`."""
+    preemption: str = "recompute"
+    """What becomes of the KV of a request that gives way: "recompute" drops what the prefix cache does not keep; "swap"
+    copies it to host memory (`swap_space`) and back, and drops it only if there is no room."""
     priority_step_s: float = 10.0
     """Seconds without a turn after which the requests of a tenant and priority compete as those of the next better
     priority. Lower: priorities mean less. Higher: a low one may wait longer."""
@@ -96,6 +99,8 @@ class SchedulerConfig:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.preemption not in ("recompute", "swap"):
+            raise ConfigError(f"preemption must be recompute or swap, got {self.preemption!r}")
         if not self.priority_step_s > 0.0:
             raise ConfigError(f"priority_step_s must be positive, got {self.priority_step_s}")
         if self.max_num_batched_tokens < self.max_num_seqs:

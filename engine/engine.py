@@ -18,12 +18,13 @@ from functools import partial
 
 from engine.adoption import MissingBlock, Reservation
 from engine.batch import GrantedBlocks, ScheduledBatch
-from engine.block_copy import copy_block
+from engine.block_copy import HostCopies, copy_block
 from engine.block_events import EventBatch, Snapshot
 from engine.block_hash import BlockIdentity
 from engine.block_manager import BlockManager, BlockStats
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import EngineError, InternalError, RequestError
+from engine.host_tier import HostStats, HostTier
 from engine.kv_cache import KvCache
 from engine.model.llama import Model
 from engine.model_runner import ModelRunner, check_model_fits_pool
@@ -74,6 +75,9 @@ class EngineStats:
     held: int
     preemptions: int
     """Since the start."""
+    swaps: int
+    """Preemptions that kept the KV in host memory, since the start."""
+    host: HostStats
     unknown_ids: int
     """Calls that named a request that is not live, since the start. Late messages do; many mean a fault."""
 
@@ -100,8 +104,16 @@ class Engine:
         check_model_fits_pool(model, kv, cache_config)
         self._config = model.config
         self._runner = ModelRunner(model, kv)
-        self._blocks = BlockManager(cache_config, copy_block=partial(copy_block, kv), incarnation=incarnation)
-        self._scheduler = Scheduler(scheduler_config, cache_config, self._blocks, identity, max_model_len)
+        self._host = _host_tier(kv)
+        self._blocks = BlockManager(
+            cache_config,
+            copy_block=partial(copy_block, kv),
+            on_evict=self._host.store if self._host else None,
+            incarnation=incarnation,
+        )
+        self._scheduler = Scheduler(
+            scheduler_config, cache_config, self._blocks, identity, max_model_len, host=self._host
+        )
         self._clock = clock
         self._rates = StepRates()
         self._reserving: dict[str, tuple[Callable[[Reservation], None], float]] = {}
@@ -253,7 +265,11 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV, pinned or not. False, and nothing has changed, while any block is in use."""
-        return self._blocks.reset_prefix_cache()
+        if not self._blocks.reset_prefix_cache():
+            return False
+        if self._host is not None:
+            self._host.clear()
+        return True
 
     def take_block_events(self) -> EventBatch:
         """What became resident and what was evicted since the last call."""
@@ -279,6 +295,8 @@ class Engine:
             awaiting_kv=queues.awaiting_kv,
             held=queues.held,
             preemptions=queues.preemptions,
+            swaps=queues.swaps,
+            host=self._host.stats() if self._host else HostStats(),
             unknown_ids=self._num_unknown_ids,
         )
 
@@ -371,3 +389,9 @@ def _draws(batch: ScheduledBatch) -> list[tuple[int, Request]]:
     """For each token to be drawn the row of the logits and whose it is."""
     sampling = [sequence.request for sequence in batch.sequences if sequence.samples]
     return [(row, drawing) for row, request in enumerate(sampling) for drawing in (request, *request.drawing_along)]
+
+
+def _host_tier(kv: KvCache) -> HostTier | None:
+    if kv.host is None:
+        return None
+    return HostTier(kv.host.num_blocks, kv.layout.block_bytes, HostCopies(kv, kv.host))

@@ -32,8 +32,11 @@ class KvCache:
     and (Linux 5.1 and later) no mapping but ours can write to it.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
-        """Raises `ConfigError` naming `kv_memory_bytes` if the machine cannot hold the pool; nothing stays open."""
+    def __init__(self, layout: KvLayout, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Raises `ConfigError` naming `kv_memory_bytes` if the machine cannot hold the pool; nothing stays open.
+
+        `num_host_blocks`: room in host memory for blocks that leave the pool.
+        """
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
         self.layout = layout
@@ -59,6 +62,14 @@ class KvCache:
         scales stand between the blocks."""
         self.scales = _scales(by_block, layout)
         """[blocks, layers, 2 (K, V), kv_heads] float32, in a quantized type: see `engine.kernels.quantized`."""
+        self.host: KvCache | None = None
+        """Host memory: as the pool of a worker without a GPU is in it too, it is one more pool."""
+        if num_host_blocks:
+            try:
+                self.host = KvCache(layout, num_host_blocks)
+            except ConfigError:
+                self.close()
+                raise
 
     @property
     def address(self) -> int:
@@ -90,6 +101,8 @@ class KvCache:
         self.pool = torch.empty(0, dtype=self.pool.dtype)
         self.scales = None
         self._close_fd()
+        if self.host is not None:
+            self.host.close()
 
     def _close_fd(self) -> None:
         if self.fd is not None:

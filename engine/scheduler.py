@@ -16,6 +16,7 @@ from engine.decision import Admission, SchedulerState, decide
 from engine.errors import EngineError, InternalError, QueueFull, RequestError
 from engine.fair_share import TenantShares, WaitingRequests
 from engine.growth import GrowthPolicy, LearntGrowth
+from engine.host_tier import HostTier
 from engine.request import Request, RequestKind, RequestStatus
 
 _TOKENS_PER_STEP = 64.0
@@ -33,6 +34,8 @@ class QueueStats:
     """To be computed here before all that wait or run can decode."""
     preemptions: int
     """Since the start."""
+    swaps: int
+    """Preemptions that kept the KV in host memory, since the start."""
 
 
 class Scheduler:
@@ -70,13 +73,16 @@ class Scheduler:
         block_manager: BlockManager,
         identity: BlockIdentity,
         max_model_len: int,
+        *,
         growth: GrowthPolicy | None = None,
+        host: HostTier | None = None,
     ) -> None:
         self._config = config
         self._cache_config = cache_config
         self._max_model_len = max_model_len
         self._pool = block_manager
-        self._tables = BlockTables(cache_config, block_manager, identity)
+        self._tables = BlockTables(cache_config, block_manager, identity, host)
+        self._host = host
         self._shares = TenantShares()
         self._growth = growth or LearntGrowth(cache_config.block_size)
         self._live: dict[str, Request] = {}
@@ -85,6 +91,7 @@ class Scheduler:
         self._running: dict[str, Request] = {}
         self._num_accepted = 0
         self._num_preemptions = 0
+        self._num_swaps = 0
         self._blocked = False
         """The last step found nothing to do, and nothing has changed since."""
 
@@ -132,6 +139,7 @@ class Scheduler:
                 raise InternalError(f"request {request.request_id} cannot have the blocks that were planned for it")
         for admission in decision.admitted:
             self._tables.fill(admission.plan)
+        self._tables.settle()
         granted = [grant for admission in decision.admitted if (grant := self._begin(admission, now))]
         began_at_once = any(grant.request.status is RequestStatus.RUNNING for grant in granted)
         self._blocked = not (decision.gets_ahead or began_at_once)
@@ -231,6 +239,8 @@ class Scheduler:
         self._shares.leave(request.scope)
         request.transition(RequestStatus.FINISHED)
         self._tables.free(request, busy_slots)
+        if self._host is not None:
+            self._host.unpark(request.request_id)
 
     def quiet(self, slots: Iterable[int]) -> None:
         """No link touches these slots any more on behalf of one request that finished with them busy."""
@@ -260,6 +270,7 @@ class Scheduler:
             held=num_held,
             waiting_tokens=sum(count for count in tokens if count > 1),
             preemptions=self._num_preemptions,
+            swaps=self._num_swaps,
         )
 
     def check_integrity(self) -> None:
@@ -282,9 +293,12 @@ class Scheduler:
         self._tables.check_integrity(self._live.values())
 
     def _preempt(self, request: Request) -> None:
-        """Free the blocks and compute all again later, from whatever the prefix cache keeps. Its tokens stay."""
+        """Free the blocks; its tokens stay. Its KV is copied to host memory, if so set and there is room, or computed
+        again later, from whatever is cached still."""
         del self._running[request.request_id]
         request.transition(RequestStatus.WAITING)
+        if self._config.preemption == "swap" and self._tables.park(request):
+            self._num_swaps += 1
         self._tables.free(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1

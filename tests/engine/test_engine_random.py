@@ -55,7 +55,8 @@ class Chaos:
         prompt = self.dice.choice(PREFIXES) + suffix
         output = expected_output(prompt, self.dice.choice([0, 0, 0, 2, 5]))
         kind = self.dice.choice([RequestKind.LOCAL, RequestKind.LOCAL, RequestKind.DECODE, RequestKind.PREFILL])
-        request = make_request(prompt, output=output, kind=kind, max_tokens=len(output) + self.dice.randint(2, 20))
+        max_tokens, priority = len(output) + self.dice.randint(2, 20), self.dice.randint(-1, 1)
+        request = make_request(prompt, output=output, kind=kind, max_tokens=max_tokens, priority=priority)
         accept = self.harness.reserve if kind is RequestKind.DECODE else self.harness.submit
         try:
             accept(request)
@@ -167,14 +168,19 @@ class Chaos:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("seed", range(8))
-def test_no_history_loses_a_block_or_changes_a_token(make_engine: HarnessFactory, seed: int, caching: bool) -> None:
+@pytest.mark.parametrize(("num_host_blocks", "preemption"), [(0, "recompute"), (9, "recompute"), (9, "swap")])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_history_loses_a_block_or_changes_a_token(
+    make_engine: HarnessFactory, seed: int, caching: bool, num_host_blocks: int, preemption: str
+) -> None:
     harness = make_engine(
         num_blocks=NUM_BLOCKS,
         max_num_batched_tokens=12,
         max_num_seqs=6,
         max_waiting=200,
         enable_prefix_caching=caching,
+        num_host_blocks=num_host_blocks,
+        preemption=preemption,
     )
     chaos = Chaos(harness, seed)
     chaos.run()
@@ -188,4 +194,7 @@ def test_no_history_loses_a_block_or_changes_a_token(make_engine: HarnessFactory
     assert stats.blocks.free + stats.blocks.cached == NUM_BLOCKS
     assert stats.preemptions > 0
     assert stats.blocks.copies > 0
+    assert stats.host.held == 0
+    assert (stats.swaps > 0) == (preemption == "swap")
+    assert (stats.host.restored > 0) == (num_host_blocks > 0 and (caching or preemption == "swap"))
     assert not harness.engine.has_work()

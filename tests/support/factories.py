@@ -89,17 +89,22 @@ class EngineHarness:
         max_waiting: int = 64,
         max_model_len: int = MAX_MODEL_LEN,
         enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        preemption: str = "recompute",
         model: FakeModel | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.model = model or FakeModel()
-        self.kv = KvCache(fake_layout(block_size), num_blocks)
+        self.kv = KvCache(fake_layout(block_size), num_blocks, num_host_blocks)
         self.engine = Engine(
             self.model,
             self.kv,
             CacheConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching),
             SchedulerConfig(
-                max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, max_waiting=max_waiting
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                max_waiting=max_waiting,
+                preemption=preemption,
             ),
             fake_identity(block_size),
             max_model_len,
@@ -191,6 +196,8 @@ class HarnessFactory:
         max_waiting: int = 64,
         max_model_len: int = MAX_MODEL_LEN,
         enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        preemption: str = "recompute",
         model: FakeModel | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> EngineHarness:
@@ -202,6 +209,8 @@ class HarnessFactory:
             max_waiting=max_waiting,
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
+            num_host_blocks=num_host_blocks,
+            preemption=preemption,
             model=model,
             clock=clock,
         )

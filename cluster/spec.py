@@ -50,6 +50,10 @@ class PoolSpec(Knobs):
     max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens
     max_num_seqs: int = _SCHEDULER.max_num_seqs
     max_waiting: int = _SCHEDULER.max_waiting
+    preemption: str = _SCHEDULER.preemption
+    """"recompute", or "swap" to host memory of `swap_space`."""
+    priority_step_s: float = _SCHEDULER.priority_step_s
+    """Seconds without a turn that lift waiting requests by one priority."""
     host: str = "127.0.0.1"
     """Interface for sessions and links. Nothing here authenticates: any other interface is open to its network."""
 
@@ -68,6 +72,8 @@ class PoolSpec(Knobs):
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_num_seqs=self.max_num_seqs,
                 max_waiting=self.max_waiting,
+                preemption=self.preemption,
+                priority_step_s=self.priority_step_s,
             ),
         )
 

@@ -80,6 +80,9 @@ class CacheConfig:
         return -(-num_tokens // self.block_size)
 
 
+PREEMPTIONS = ("recompute", "swap")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     max_num_batched_tokens: int = 512
@@ -99,8 +102,8 @@ class SchedulerConfig:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.preemption not in ("recompute", "swap"):
-            raise ConfigError(f"preemption must be recompute or swap, got {self.preemption!r}")
+        if self.preemption not in PREEMPTIONS:
+            raise ConfigError(f"preemption must be one of {', '.join(PREEMPTIONS)}, got {self.preemption!r}")
         if not self.priority_step_s > 0.0:
             raise ConfigError(f"priority_step_s must be positive, got {self.priority_step_s}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -127,5 +130,7 @@ class EngineConfig(Knobs):
         self.check_works()
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
+        if self.scheduler.preemption == "swap" and not self.swap_space:
+            raise ConfigError("preemption swap needs host memory: set swap_space, or preemption recompute")
         if self.num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")

@@ -153,12 +153,11 @@ class Knobs:
         0,
         unit="bytes",
         low=0,
-        meaning="Host memory of each worker for blocks that leave the pool, beside the pool itself.",
+        meaning="Host memory of each worker for blocks that leave the pool, beside the pool itself: they come back "
+        "from there instead of being computed again. Whole blocks of it are used.",
         too_high="Host memory that weights and other processes miss; below some length, computing again is faster "
         "than copying back.",
         too_low="Preempted requests and evicted prefixes compute their KV again.",
-        works=(0,),
-        instead="preempted requests compute their KV again (swap_space 0)",
     )
     max_model_len: int | None = _knob(
         None,

@@ -97,11 +97,16 @@ def assemble_engine(
     )
     pool = pool_of(layout, config.kv_memory_bytes, config.num_blocks_override)
     check_pool(pool, config, memory_bytes())
+    num_host_blocks = config.swap_space // layout.block_bytes
+    if pool.num_bytes + num_host_blocks * layout.block_bytes > memory_bytes():
+        raise ConfigError(
+            f"swap_space {config.swap_space} beside {pool} is more than this machine's {memory_bytes()} bytes"
+        )
     cache_config = CacheConfig(
         num_blocks=pool.num_blocks, block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching
     )
     identity = BlockIdentity(model_fingerprint=fingerprint, kv_dtype=layout.dtype, block_size=config.block_size)
-    kv = KvCache(layout, pool.num_blocks)
+    kv = KvCache(layout, pool.num_blocks, num_host_blocks)
     try:
         engine = Engine(model, kv, cache_config, config.scheduler, identity, max_model_len)
     except EngineError:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from engine.config import DTYPE_BYTES, EngineConfig, SchedulerConfig
+from engine.config import DTYPE_BYTES, PREEMPTIONS, EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.knobs import KNOBS
 from worker.config import WorkerConfig
@@ -56,6 +56,18 @@ def _options() -> list[click.Parameter]:
         option("--max-num-batched-tokens", "Tokens of one step.", type=int, default=_SCHEDULER.max_num_batched_tokens),
         option("--max-num-seqs", "Requests that run at once.", type=int, default=_SCHEDULER.max_num_seqs),
         option("--max-waiting", "Requests that may wait.", type=int, default=_SCHEDULER.max_waiting),
+        option(
+            "--preemption",
+            "The KV of a request that gives way is computed again, or copied to host memory (--swap-space).",
+            type=click.Choice(PREEMPTIONS),
+            default=_SCHEDULER.preemption,
+        ),
+        option(
+            "--priority-step-s",
+            "Seconds without a turn that lift waiting requests by one priority.",
+            type=float,
+            default=_SCHEDULER.priority_step_s,
+        ),
         option("--threads", "Threads of torch.", type=int, default=_ENGINE.num_threads),
         option("--drain-s", "Seconds that live requests get on a stop.", type=float, default=1.0),
         click.Option(["--exit-with-parent"], is_flag=True, help="Stop when the parent process dies (Linux)."),
@@ -79,6 +91,8 @@ def _worker_config(role: str, **flags: Any) -> WorkerConfig:
                 max_num_batched_tokens=flags["max_num_batched_tokens"],
                 max_num_seqs=flags["max_num_seqs"],
                 max_waiting=flags["max_waiting"],
+                preemption=flags["preemption"],
+                priority_step_s=flags["priority_step_s"],
             ),
         ),
     )

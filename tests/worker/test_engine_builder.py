@@ -9,7 +9,7 @@ import torch
 from fakes import MAX_MODEL_LEN, FakeModel
 from worker_process import make_tiny_model
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError, EngineError, ModelError
 from engine.kv_cache import KvCache
 from worker.engine_builder import assemble_engine, build_engine, warm_up
@@ -112,3 +112,24 @@ def test_warming_up_stays_within_the_pool(num_blocks: int) -> None:
 def test_a_folder_that_holds_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=str(tmp_path)):
         build_engine(config(model_path=str(tmp_path)))
+
+
+def test_swap_space_becomes_whole_blocks_of_host_memory(pools: list[KvCache]) -> None:
+    parts = assemble_engine(FakeModel(), FINGERPRINT, config(num_blocks_override=4, swap_space=256 * 5 + 255))
+
+    assert parts.kv.layout.block_bytes == 256
+    assert parts.engine.stats().host.total == 5
+    parts.kv.close()
+    assert all(pool.closed for pool in pools)
+    assert len(pools) == 2
+
+
+def test_swap_space_that_the_machine_does_not_have_is_refused(pools: list[KvCache]) -> None:
+    with pytest.raises(ConfigError, match=r"swap_space 1152921504606846976 beside .* is more than this machine's"):
+        assemble_engine(FakeModel(), FINGERPRINT, config(num_blocks_override=4, swap_space=1 << 60))
+    assert pools == []
+
+
+def test_preemption_by_swap_needs_host_memory() -> None:
+    with pytest.raises(ConfigError, match="set swap_space, or preemption recompute"):
+        config(scheduler=SchedulerConfig(preemption="swap"))

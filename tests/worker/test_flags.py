@@ -31,7 +31,8 @@ def test_flags_reach_the_settings_that_they_name(started: list[WorkerConfig]) ->
     flags = "--worker-id w7 --host 127.0.0.2 --port 81 --dtype float32 --block-size 8 --num-blocks-override 9"
     cache = "--kv-memory-bytes 1KiB --no-enable-prefix-caching --max-model-len 99"
     batch = "--max-num-batched-tokens 77 --max-num-seqs 5 --threads 2"
-    code, _ = run(*flags.split(), *cache.split(), *batch.split())
+    swap = "--swap-space 1MB --preemption swap --priority-step-s 3"
+    code, _ = run(*flags.split(), *cache.split(), *batch.split(), *swap.split())
 
     assert code == 0
     (config,) = started
@@ -40,6 +41,7 @@ def test_flags_reach_the_settings_that_they_name(started: list[WorkerConfig]) ->
     assert (engine.model_path, engine.dtype, engine.block_size) == ("some/folder", "float32", 8)
     assert (engine.num_blocks_override, engine.kv_memory_bytes, engine.max_model_len) == (9, 1024, 99)
     assert not engine.enable_prefix_caching
+    assert (engine.swap_space, engine.scheduler.preemption, engine.scheduler.priority_step_s) == (10**6, "swap", 3.0)
     assert (engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs, engine.num_threads) == (77, 5, 2)
 
 

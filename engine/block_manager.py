@@ -107,19 +107,20 @@ class BlockManager:
 
         A cached one cannot be evicted any more.
         """
+        holders, quarantines = self._holders, self._quarantines
         for block in blocks:
-            if block in self._leased or (not self.references(block) and block not in self._index):
+            if block in self._leased or not (holders[block] or quarantines[block] or block in self._index):
                 raise InternalError(f"block {block} cannot be acquired: free, or its KV is still to arrive")
         for block in blocks:
-            if self._holders[block]:
+            if holders[block]:
                 self._num_shares += 1
-            elif self._quarantines[block]:
+            elif quarantines[block]:
                 self._num_quarantined -= 1
             elif block in self._pins:
                 self._num_idle_pinned -= 1
             else:
                 self._cached.remove(block)
-            self._holders[block] += 1
+            holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one holder from each block, given in chain order. Without any it is cached, or free.
@@ -127,12 +128,11 @@ class BlockManager:
         Works from the last to the first, so that of a chain released together the deepest block is evicted first.
         """
         self._check_held(blocks)
-        for block in blocks:
-            if block in self._leased:
-                raise InternalError(f"block {block} is leased: a link may write into it")
+        if not self._leased.isdisjoint(blocks):
+            leased = sorted(self._leased.intersection(blocks))
+            raise InternalError(f"blocks {leased} are leased: a link may write into them")
         for block in reversed(blocks):
-            self._drop_holder(block)
-            if not self.references(block):
+            if self._drop_holder(block):
                 self._put_away(block)
 
     def is_writable(self, block: int) -> bool:
@@ -339,12 +339,16 @@ class BlockManager:
         self._num_evictions += 1
         return evicted
 
-    def _drop_holder(self, block: int) -> None:
+    def _drop_holder(self, block: int) -> bool:
+        """Whether nobody refers to `block` any more."""
         self._holders[block] -= 1
         if self._holders[block]:
             self._num_shares -= 1
-        elif self._quarantines[block]:
+            return False
+        if self._quarantines[block]:
             self._num_quarantined += 1
+            return False
+        return True
 
     def _put_away(self, block: int) -> None:
         """Nobody refers to `block` any more."""
@@ -353,9 +357,9 @@ class BlockManager:
         elif block in self._pins:
             self._num_idle_pinned += 1
         else:
-            parent = self._index.parent(block)
+            # Only blocks that leave a window go after their parents. The deeper of the two is evicted first.
+            parent = self._index.parent(block) if self._config.sliding_window else None
             if parent is not None and parent in self._cached:
-                # Only blocks that leave a window go after their parents. The deeper of the two is evicted first.
                 self._cached.insert_before(block, parent)
             else:
                 self._cached.append(block)
@@ -368,9 +372,9 @@ class BlockManager:
 
     def _check_held(self, blocks: Collection[int]) -> None:
         _check_distinct(blocks)
-        for block in blocks:
-            if not self._holders[block]:
-                raise InternalError(f"block {block} has no holder")
+        if not all(map(self._holders.__getitem__, blocks)):
+            unheld = next(block for block in blocks if not self._holders[block])
+            raise InternalError(f"block {unheld} has no holder")
 
     def _check_eviction_order(self) -> None:
         if self._config.sliding_window is None:

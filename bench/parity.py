@@ -1,6 +1,6 @@
 """Does the split system say what one worker says, and what an independent engine says?
 
-`python -m bench.parity [--json] [--limit N]`
+`python -m bench.parity [--json] [--limit N] [--bfloat16]`
 
 (a) Prompt token counts against the golden records (made with llama.cpp from the same GGUF).
 (b) Teacher-forced: at each golden step, our arg-max and the log-probability of the golden best token. llama.cpp
@@ -117,7 +117,7 @@ class TeacherForced:
 
 def teacher_forced(folder: Path, tokenizer: Tokenizer, records: Sequence[Golden], dtype: str) -> TeacherForced:
     """Compares our logits with the golden ones at every golden step, each record in one forward pass."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     model = load_model(folder, dtype)
     config = model.config
     layout = KvLayout(
@@ -193,8 +193,9 @@ def _same_answer(ours: Generation, theirs: Generation) -> bool:
 @click.command(help="Split system against single worker, and both against golden records.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
 @click.option("--limit", type=int, default=None, help="Only the first N prompts of each kind.")
+@click.option("--bfloat16", is_flag=True, help="Part (b) in bfloat16 too, which is slow on CPUs without it.")
 @click.option("--model", default="smollm2-135m", show_default=True)
-def main(as_json: bool, limit: int | None, model: str) -> None:
+def main(as_json: bool, limit: int | None, bfloat16: bool, model: str) -> None:
     folder = resolve_model(model, default_model_dir())
     tokenizer = Tokenizer.load(folder)
     golden = read_golden()[:limit]
@@ -203,7 +204,7 @@ def main(as_json: bool, limit: int | None, model: str) -> None:
     counts = [len(encode(tokenizer, record.prompt)) == record.prompt_tokens for record in golden]
     report.figures["prompt_count_equal"] = sum(counts) / len(counts)
 
-    for dtype, suffix in (("float32", ""), ("bfloat16", "_bf16")):
+    for dtype, suffix in (("float32", ""), ("bfloat16", "_bf16"))[: 2 if bfloat16 else 1]:
         forced = teacher_forced(folder, tokenizer, golden, dtype)
         report.figures[f"argmax_equal{suffix}"] = forced.argmax_equal / forced.argmax_judged
         report.figures[f"logprob_within{suffix}"] = forced.logprob_within / forced.steps

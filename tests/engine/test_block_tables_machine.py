@@ -44,8 +44,9 @@ class Tables(RuleBasedStateMachine):
         self.reading: list[dict[int, list[Kv]]] = []
         """For each cancelled prefill the blocks that a link still reads, and what it must find."""
         self.follower = BlockFollower()
-        for prompt in come:
-            self.model.compute(self.model.admit(prompt))
+        for request in map(make_request, come):
+            if self.model.try_admit(request):  # two long ones that share nothing do not fit
+                self.model.compute(request)
 
     def computing(self) -> list[Request]:
         return [request for request in self.model.holding if request.adoption is None]

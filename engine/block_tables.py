@@ -143,10 +143,12 @@ class BlockTables:
 
     def growth(self, request: Request) -> tuple[int, int | None]:
         """What `grow` has to do: how many blocks it takes, and the request's shared block that one is a copy of."""
-        count = max(0, self._config.blocks_for(len(request.token_ids)) - len(request.block_table))
-        if self._may_write_next(request):
-            return count, None
-        return count + 1, request.block_table[request.num_computed_tokens // self._config.block_size]
+        size, table = self._config.block_size, request.block_table
+        count = -(-len(request.token_ids) // size) - len(table)
+        i = request.num_computed_tokens // size
+        if i >= len(table) or self._blocks.is_writable(table[i]):
+            return max(0, count), None
+        return max(0, count) + 1, table[i]
 
     def grow(self, request: Request) -> bool:
         """Make room for the KV of all known tokens, in blocks that nobody else reads.
@@ -179,9 +181,11 @@ class BlockTables:
         Where another block has the same content already, the request changes over to that one: it may be shared,
         ours becomes free.
         """
-        if self._config.enable_prefix_caching:
-            self._register_full_blocks(request)
-        self._leave_window(request)
+        num_full = request.num_computed_tokens // self._config.block_size
+        if num_full > request.num_published_blocks and self._config.enable_prefix_caching:
+            self._register_full_blocks(request, num_full)
+        if self._config.sliding_window is not None:
+            self._leave_window(request)
 
     def open_transfer(self, request: Request, adoption: Adoption) -> tuple[MissingBlock, ...]:
         """Lease every block of the reservation that is not resident, and say what belongs into each.
@@ -322,9 +326,9 @@ class BlockTables:
                 common = min(len(tokens), len(others))
                 assert (ordinal, others[:common]) == (i, tokens[:common]), f"block {block} is shared by mistake"
 
-    def _register_full_blocks(self, request: Request) -> None:
+    def _register_full_blocks(self, request: Request, num_full: int) -> None:
         self._hash_full_blocks(request)
-        for i in range(request.num_published_blocks, request.num_computed_tokens // self._config.block_size):
+        for i in range(request.num_published_blocks, num_full):
             own = request.block_table[i]
             first = self._blocks.register(own, request.block_hashes[i], request.block_hashes[i - 1] if i else None)
             if first != own:

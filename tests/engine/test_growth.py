@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from factories import make_request
-from scheduler_simulation import Job, StaticGrowth, simulate
 
+from bench.scheduler_load import Job, StaticGrowth, simulate
 from engine.growth import LearntGrowth, Stream, preemption_pays, steps_until_full
 
 RESERVES = (1, 32, 64, 128)

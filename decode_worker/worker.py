@@ -292,7 +292,11 @@ class DecodeWorker:
         record = self._core.live.by_request(session, start.request_id)
         if record is None or record.stopping:
             return
-        token_ids = unpack_tokens(start.token_ids)
+        try:
+            token_ids = unpack_tokens(start.token_ids)
+        except RequestError as error:  # not for the caller, who would say that nothing is left of the request
+            self._stop(record, error)
+            return
         if not token_ids and not start.compute_missing:
             self._stop(record, RequestError("token_ids", "must not be empty unless compute_missing is set"))
             return

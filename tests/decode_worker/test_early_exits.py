@@ -190,6 +190,17 @@ async def test_a_start_that_says_nothing_ends_the_request(worker: DecodeWorker, 
     assert "compute_missing" in ended.message
 
 
+async def test_a_start_with_a_torn_token_ends_the_request_once_and_leaves_nothing(
+    worker: DecodeWorker, router: Router
+) -> None:
+    await router.send(reserve=reserve())
+    await router.expect("reserved")
+    await router.send(start=worker_pb2.Start(request_id="a", token_ids=b"\0\0\0\0\0"))
+
+    assert (await router.expect("ended")).error == "RequestError"
+    await check_nothing_left(worker)
+
+
 async def test_messages_about_unknown_requests_do_nothing(worker: DecodeWorker, router: Router) -> None:
     await router.cancel("nobody")
     await router.send(start=start("nobody", [1]))

@@ -170,6 +170,7 @@ class _Growth:
     def __init__(self, state: SchedulerState, ledger: BlockLedger, live: Sequence[Request]) -> None:
         """`live`: admitted before this decision."""
         self._state = state
+        self._anybody_runs = bool(state.running)
         self._block_size = size = state.tables.block_size
         self._streams = [
             self._stream(r, len(r.block_table) + ledger.growth(r), r.num_cached_tokens // size)
@@ -180,16 +181,19 @@ class _Growth:
     def allows(self, plan: AdmissionPlan, num_free: int) -> bool:
         """Whether it is worth while to admit a request too, which leaves `num_free` blocks. Then count it in.
 
-        One that only computes its prompt does not grow, and is never preempted: it needs to fit, no more.
+        One that only computes its prompt does not grow, and is never preempted: it needs to fit, no more. Nor is more
+        asked of one that can run at once while nobody does.
         """
         if plan.request.kind is RequestKind.PREFILL:
             return True
         num_shared = len(plan.cached)
         added = self._stream(plan.request, num_shared + plan.num_new, num_shared)
-        growth, tokens_per_step = self._state.growth, self._state.tokens_per_step
-        if self._streams and not growth.allows(self._streams, added, num_free, tokens_per_step):
+        runs_at_once = plan.request.adoption is None
+        must_pay = self._streams and (self._anybody_runs or not runs_at_once)
+        if must_pay and not self._state.growth.allows(self._streams, added, num_free, self._state.tokens_per_step):
             return False
         self._streams.append(added)
+        self._anybody_runs = self._anybody_runs or runs_at_once
         return True
 
     def _stream(self, request: Request, num_blocks: int, num_shared: int) -> Stream:

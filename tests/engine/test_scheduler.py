@@ -1,11 +1,27 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Sequence
+
 import pytest
 from factories import make_request
 from scheduler_model import PolicyFactory, tokens
 
+from bench.scheduler_load import StaticGrowth
 from engine.errors import QueueFull, RequestError
+from engine.growth import Stream
 from engine.request import RequestKind, RequestStatus
+
+
+class NeverTwo(StaticGrowth):
+    """Sees room for no request beside another."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def allows(self, running: Sequence[Stream], added: Stream, num_free: int, tokens_per_step: float) -> bool:
+        return False
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget(make_policy: PolicyFactory) -> None:
@@ -240,3 +256,21 @@ def test_there_is_no_work_while_everybody_waits_for_a_call(make_policy: PolicyFa
     assert not policy.scheduler.has_work()
     policy.scheduler.finish(reserved)
     assert policy.scheduler.has_work()
+
+
+def test_the_growth_policy_defers_a_request_only_while_another_runs(make_policy: PolicyFactory) -> None:
+    policy = make_policy(growth=NeverTwo())
+    reserved = policy.add(tokens(8), max_tokens=9, kind=RequestKind.DECODE)
+    first, second = (policy.add(tokens(4, first=20 * i), max_tokens=9) for i in (1, 2))
+    policy.step()
+    assert reserved.status is RequestStatus.AWAITING_KV
+    assert [first.status, second.status] == [RequestStatus.RUNNING, RequestStatus.WAITING]
+    while policy.scheduler.has_work():
+        policy.step()
+    assert second.status is RequestStatus.FINISHED
+    policy.scheduler.finish(reserved)
+
+
+def test_the_scheduler_runs_without_torch() -> None:
+    program = "import sys, engine.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -9,6 +9,7 @@ from factories import fake_identity, make_request
 from engine.batch import ScheduledBatch
 from engine.block_manager import BlockManager
 from engine.config import CacheConfig, SchedulerConfig
+from engine.growth import GrowthPolicy
 from engine.request import Request, RequestKind
 from engine.scheduler import Scheduler
 
@@ -16,12 +17,14 @@ from engine.scheduler import Scheduler
 class Policy:
     """Blocks of 4 tokens. Every sequence that samples gets token 7."""
 
-    def __init__(self, num_blocks: int, budget: int, max_num_seqs: int, max_waiting: int) -> None:
+    def __init__(
+        self, num_blocks: int, budget: int, max_num_seqs: int, max_waiting: int, growth: GrowthPolicy | None
+    ) -> None:
         cache_config = CacheConfig(num_blocks=num_blocks, block_size=4)
         config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, max_waiting=max_waiting)
         self.now = 0.0
         self.pool = BlockManager(cache_config)
-        self.scheduler = Scheduler(config, cache_config, self.pool, fake_identity(), max_model_len=100)
+        self.scheduler = Scheduler(config, cache_config, self.pool, fake_identity(), max_model_len=100, growth=growth)
 
     def add(
         self,
@@ -64,9 +67,15 @@ class PolicyFactory:
         self.made: list[Policy] = []
 
     def __call__(
-        self, *, num_blocks: int = 32, budget: int = 16, max_num_seqs: int = 4, max_waiting: int = 8
+        self,
+        *,
+        num_blocks: int = 32,
+        budget: int = 16,
+        max_num_seqs: int = 4,
+        max_waiting: int = 8,
+        growth: GrowthPolicy | None = None,
     ) -> Policy:
-        self.made.append(Policy(num_blocks, budget, max_num_seqs, max_waiting))
+        self.made.append(Policy(num_blocks, budget, max_num_seqs, max_waiting, growth))
         return self.made[-1]
 
     def close(self) -> None:

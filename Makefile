@@ -44,6 +44,7 @@ proto: venv
 bench: venv
 	$(PY) -m bench.parity
 	$(PY) -m bench.startup
+	$(PY) -m bench.blocks
 
 gpu-check: venv
 	$(PY) -m bench.gpu_check

@@ -178,20 +178,20 @@ def _naive_lookups(prompts: Sequence[list[int]]) -> float:
 
 
 def time_steps(report: Report, rounds: int) -> None:
-    """Decode steps of 64 sequences in a pool that has room; and in one where others wait, so that every step looks
-    whether one more may run."""
-    for name, num_waiting in (("step_us_per_sequence", 0), ("step_us_per_sequence_others_waiting", 64)):
+    """Decode steps of 64 sequences for which the pool has room; and while one more waits that would fit for now, so
+    that every step works out that it does not pay."""
+    job = Job(PROMPT_TOKENS, 4 * OUTPUT_TOKENS, 4 * OUTPUT_TOKENS)
+    num_blocks = NUM_SEQUENCES * job.max_blocks + job.max_blocks // 2
+    for name, num_waiting in (("step_us_per_sequence", 0), ("step_us_per_sequence_while_one_waits", 1)):
         medians = []
         for _ in _progress(range(rounds), "steps"):
-            load = Load(num_blocks=8192, max_num_seqs=NUM_SEQUENCES + num_waiting // 2, max_num_batched_tokens=4096)
-            for _ in range(NUM_SEQUENCES):
-                load.add(Job(PROMPT_TOKENS, 4 * OUTPUT_TOKENS, 4 * OUTPUT_TOKENS))
-            while load.scheduler.stats().waiting_tokens:
-                load.step()
-            for _ in range(num_waiting):
-                load.add(Job(LONGEST_REQUEST * 6, 2, 2))
-            times = [_step_seconds(load) for _ in range(300)]
-            medians.append(statistics.median(times) / NUM_SEQUENCES * 1e6)
+            load = Load(num_blocks, max_num_seqs=NUM_SEQUENCES + 1, max_num_batched_tokens=4096)
+            for _ in range(NUM_SEQUENCES + num_waiting):
+                load.add(job)
+            while load.step() < NUM_SEQUENCES:
+                pass
+            load.step()
+            medians.append(statistics.median(_step_seconds(load) for _ in range(300)) / NUM_SEQUENCES * 1e6)
         report.figures[name] = statistics.median(medians)
         report.notes.append(f"{name}: {median_spread(medians)}")
 

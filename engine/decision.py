@@ -33,7 +33,7 @@ class SchedulerState:
     served: Mapping[bytes, int]
     """Tokens served to each tenant that has a live request."""
     best_priority: int
-    """Of all live requests."""
+    """Of all that wait or run."""
     tables: BlockTables
     pool: BlockManager
     growth: GrowthPolicy

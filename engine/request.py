@@ -75,7 +75,7 @@ class Request:
     scope: bytes
     """Tenant scope, part of block identity."""
     arrival: float
-    """Monotonic seconds. For the waterfall; order in the queue decides who is served."""
+    """Monotonic seconds. For the waterfall, and for how long it waits; the queue number decides who came first."""
     kind: RequestKind = RequestKind.LOCAL
     priority: int = 0
     """A smaller number goes first; in [-8, 8]."""

@@ -147,14 +147,17 @@ class Scheduler:
 
     def snapshot(self, now: float, tokens_per_step: float = 0.0) -> SchedulerState:
         """What `schedule` would decide upon with these arguments."""
+        running, awaiting_kv, lines = self._running.values(), self._awaiting_kv.values(), self._waiting.lines
+        priorities = [line.priority for line in lines]
+        priorities += [request.priority for request in (*running, *awaiting_kv)]
         return SchedulerState(
             config=self._config,
             now=now,
-            running=self._running.values(),
-            awaiting_kv=self._awaiting_kv.values(),
-            lines=self._waiting.lines,
+            running=running,
+            awaiting_kv=awaiting_kv,
+            lines=lines,
             served=self._shares.served,
-            best_priority=min((request.priority for request in self._live.values()), default=0),
+            best_priority=min(priorities, default=0),
             tables=self._tables,
             pool=self._pool,
             growth=self._growth,

@@ -20,7 +20,7 @@ from worker.session import MalformedRequest, Session
 
 Stream = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 HELLO = worker_pb2.SessionRequest(hello=worker_pb2.Hello(protocol=PROTOCOL_VERSION, router_id="r0"))
-BOUND_S = 10.0
+BOUND_S = 30.0
 
 
 class RecordingRole:

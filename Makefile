@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
 PACKAGES := kvrelay router worker prefill_worker decode_worker kv_transfer engine cluster bench
 
-.PHONY: venv demo test check format proto bench gpu-check clean
+.PHONY: venv demo test check format proto bench bench-peers gpu-check clean
 
 venv: $(VENV)/.installed
 
@@ -46,8 +46,12 @@ bench: venv
 	$(PY) -m bench.startup
 	$(PY) -m bench.blocks
 
+# Several gigabytes, in .venv-peers: only for comparing with other systems.
+bench-peers: venv
+	$(PY) -m bench.peers
+
 gpu-check: venv
 	$(PY) -m bench.gpu_check
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .pytest_cache .mypy_cache .ruff_cache .hypothesis

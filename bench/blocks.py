@@ -4,7 +4,7 @@
 
 alloc_ops_s: calls a second that give a request its blocks, give it room for one more token, or free them.
 lookup_ops_s: prompts of 1,024 tokens a second whose blocks are hashed and found in the prefix cache.
-  Beside both the same work by the baseline (`bench.naive_blocks`), in turns, medians.
+  Beside both the same work by the baseline (`bench.naive_blocks`), in turns, and by vLLM where `make bench-peers` put it.
 step_us_per_sequence: scheduler and block manager together, for each running sequence and step, at 64 sequences.
 waste_percent: of the slots that running requests hold, those without a token, averaged over all steps in which the
   recorded conversations of Azure go through a pool; a prompt's slots are not wasted while it is being computed.
@@ -17,7 +17,6 @@ growth_ratio_static: output rate with learnt growth over that with the best stat
 from __future__ import annotations
 
 import gc
-import importlib.util
 import math
 import random
 import statistics
@@ -31,6 +30,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.naive_blocks import NaiveBlockManager, NaiveSequence
+from bench.peers import PeerMissing, ask
 from bench.report import Goal, Report, median_spread
 from bench.scheduler_load import (
     BLOCK_SIZE,
@@ -95,17 +95,30 @@ def time_block_operations(report: Report, rounds: int) -> None:
         long_prompts = [_tokens(dice, LOOKUP_TOKENS) for _ in range(NUM_SEQUENCES)]
         ours["lookup_ops_s"].append(_our_lookups(long_prompts))
         naive["lookup_ops_s"].append(_naive_lookups(long_prompts))
+    vllm = _vllm_operations(rounds, report)
     for name in ours:
         report.figures[name] = statistics.median(ours[name])
-        report.peers[name] = statistics.median(naive[name])
+        report.peers[name] = statistics.median(vllm.get(name, naive[name]))
         report.notes.append(f"{name}: {median_spread(ours[name])}; baseline {median_spread(naive[name])}")
+        if name in vllm:
+            report.notes.append(f"{name}: vLLM {median_spread(vllm[name])}")
     report.notes.append(
         "baseline: bench.naive_blocks, written after nano-vllm's block manager; it hashes with xxh64, ours with SHA-256"
     )
-    if importlib.util.find_spec("vllm") is None:
-        report.notes.append("vLLM is not installed here: its block manager was not measured")
-    else:
-        report.notes.append("vLLM is installed here, but its block manager is not measured by this benchmark")
+
+
+def _vllm_operations(rounds: int, report: Report) -> dict[str, list[float]]:
+    """vLLM's block manager, hashing with SHA-256 too, at the same work, right after ours; empty if it is not there."""
+    sizes = (NUM_SEQUENCES, PROMPT_TOKENS, OUTPUT_TOKENS, LOOKUP_TOKENS, BLOCK_SIZE, VOCABULARY)
+    found: dict[str, list[float]] = {}
+    try:
+        for number in _progress(range(rounds), "vLLM's block operations"):
+            for name, value in ask("vllm", "vllm_blocks.py", [str(number), *map(str, sizes)]).items():
+                found.setdefault(name, []).append(value)
+    except PeerMissing as missing:
+        report.notes.append(f"vLLM's block manager was not measured: {missing}")
+        return {}
+    return found
 
 
 def _our_operations(prompts: Sequence[list[int]], outputs: Sequence[list[int]]) -> float:

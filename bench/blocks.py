@@ -4,7 +4,7 @@
 
 alloc_ops_s: calls a second that give a request its blocks, give it room for one more token, or free them.
 lookup_ops_s: prompts of 1,024 tokens a second whose blocks are hashed and found in the prefix cache.
-  Beside both the same work by the baseline (`bench.naive_blocks`), in turns, and by vLLM where `make bench-peers` put it.
+  Beside both the same work by the baseline (`bench.naive_blocks`) in turns, and by vLLM where it is installed.
 step_us_per_sequence: scheduler and block manager together, for each running sequence and step, at 64 sequences.
 waste_percent: of the slots that running requests hold, those without a token, averaged over all steps in which the
   recorded conversations of Azure go through a pool; a prompt's slots are not wasted while it is being computed.

@@ -5,24 +5,24 @@ Pure: both clients feed it, neither decides anything itself.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.errors import EngineError, InternalError, RequestError
 from kvrelay.types import Chunk, Generation, Route, TokenLogprobs, Usage, Waterfall, finish_reason_of
 from kvrelay.v1 import router_pb2
 
 
 class GenerationAssembly:
-    """Owns what has arrived of one answer.
+    """Owns what has arrived of one call: of each of its `n` choices, tokens and last word.
 
-    Invariant: token indices are contiguous from 0, so `len(token_ids)` is the next index. The router promises the
-    same; it is checked here again because a token lost or repeated would otherwise go unseen.
+    Invariant: the token indices of a choice are contiguous from 0, so the number of its tokens is the next index. The
+    router promises the same; it is checked here again because a token lost or repeated would otherwise go unseen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, n: int = 1) -> None:
         self.request_id = ""
         """As the router accepted it; empty until then."""
-        self._token_ids: list[int] = []
-        self._text: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._choices = [_Choice() for _ in range(n)]
         self._result: Generation | None = None
         self._error: EngineError | None = None
 
@@ -67,8 +67,12 @@ class GenerationAssembly:
         if not self.request_id:
             raise InternalError(f"the router sent {event} before it accepted the request")
         if event == "tokens":
-            return self._add(response.tokens)
-        return self._finish(response.finished)
+            return self._choice(response.tokens.choice, event).add(response.tokens)
+        chunk = self._choice(response.finished.choice, event).finish(response.finished, self.request_id)
+        finished = [choice.generation for choice in self._choices if choice.generation is not None]
+        if len(finished) == len(self._choices):
+            self._result = replace(finished[0], further=tuple(finished[1:]))
+        return chunk
 
     def _accept(self, accepted: router_pb2.Accepted) -> None:
         if self.request_id:
@@ -77,7 +81,24 @@ class GenerationAssembly:
             raise InternalError("the router accepted the request without giving its id")
         self.request_id = accepted.request_id
 
-    def _add(self, tokens: router_pb2.Tokens) -> Chunk:
+    def _choice(self, number: int, event: str) -> _Choice:
+        if number >= len(self._choices):
+            raise InternalError(f"the router sent {event} of choice {number}; {len(self._choices)} were asked for")
+        choice = self._choices[number]
+        if choice.generation is not None:
+            raise InternalError(f"the router sent {event} of choice {number} after its end")
+        return choice
+
+
+class _Choice:
+    def __init__(self) -> None:
+        self.generation: Generation | None = None
+        """Once it is finished."""
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def add(self, tokens: router_pb2.Tokens) -> Chunk:
         try:
             chunk = Chunk.from_proto(tokens)
         except RequestError as error:  # a torn token id: here it is the router's fault, not the caller's
@@ -93,15 +114,15 @@ class GenerationAssembly:
         self._text.append(chunk.text)
         return chunk
 
-    def _finish(self, finished: router_pb2.Finished) -> Chunk | None:
+    def finish(self, finished: router_pb2.Finished, request_id: str) -> Chunk | None:
         """Text that was held back until now comes as a last chunk without tokens."""
         usage = Usage.from_proto(finished.usage)
         if usage.completion_tokens != len(self._token_ids):
             raise InternalError(f"the router counted {usage.completion_tokens} tokens, {len(self._token_ids)} arrived")
         reason = finish_reason_of(finished)
         self._text.append(finished.text)
-        self._result = Generation(
-            request_id=self.request_id,
+        self.generation = Generation(
+            request_id=request_id,
             text="".join(self._text),
             token_ids=tuple(self._token_ids),
             finish_reason=reason,
@@ -110,4 +131,4 @@ class GenerationAssembly:
             route=Route.from_proto(finished.route),
             waterfall=Waterfall.from_proto(finished.waterfall),
         )
-        return Chunk(len(self._token_ids), (), finished.text, ()) if finished.text else None
+        return Chunk(len(self._token_ids), (), finished.text, (), finished.choice) if finished.text else None

@@ -52,6 +52,8 @@ class GenerateOptions(SamplingOptions, total=False):
     """Default: the one model that the router serves."""
     request_id: str
     """At most 128 printable ASCII characters. Default: made by the router."""
+    n: int
+    """Outputs of the prompt, each drawn by itself from a seed that follows from `seed`. Default: 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class GenerateCall:
 
     message: router_pb2.GenerateRequest
     timeout_s: float
+
+    @property
+    def n(self) -> int:
+        return self.message.n or 1
 
 
 _INTEGERS = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs")
@@ -79,6 +85,7 @@ def build_generate(prompt: str | None, options: GenerateOptions, default_timeout
         request_id=_text("request_id", given.get("request_id", "")),
         model=_text("model", given.get("model", "")),
         sampling=_wire.sampling_to_proto(build_sampling(given.get("sampling"), sampling_options)),
+        n=_count("n", given.get("n", 1)),
     )
     messages, token_ids = given.get("messages"), given.get("prompt_token_ids")
     _check_one_input(prompt=prompt, messages=messages, prompt_token_ids=token_ids)
@@ -205,6 +212,12 @@ def _packed(token_ids: Any) -> bytes:
     if isinstance(token_ids, (bytes, bytearray, str)):  # the first two would be read as packed ids
         raise RequestError("prompt_token_ids", f"must be a list of integers, got {type(token_ids).__name__}")
     return pack_tokens(token_ids)
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= _wire.MAX_U32:
+        raise RequestError(name, f"must be an integer of at least 1, got {value!r}")
+    return int(value)
 
 
 def _is_number(value: object) -> bool:

@@ -38,10 +38,10 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
     cancellation of the task that iterates.
     """
 
-    def __init__(self, call: _Call, address: str) -> None:
+    def __init__(self, call: _Call, address: str, n: int = 1) -> None:
         self._call = call
         self._address = address
-        self._assembly = GenerationAssembly()
+        self._assembly = GenerationAssembly(n)
         self._ended = False
 
     @property
@@ -121,7 +121,9 @@ class AsyncClient:
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerationStream:
         """Like `generate`, in chunks as they arrive. Errors of the server are raised while iterating."""
         ready = _request.build_generate(prompt, options, self._timeout_s)
-        return AsyncGenerationStream(self._router.Generate(ready.message, timeout=ready.timeout_s), self._address)
+        return AsyncGenerationStream(
+            self._router.Generate(ready.message, timeout=ready.timeout_s), self._address, ready.n
+        )
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """Cancel a request by its id, whoever started it. Whether it was live; an unknown id is no error."""

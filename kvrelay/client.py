@@ -37,10 +37,10 @@ class GenerationStream(Iterator[Chunk]):
     thread may close.
     """
 
-    def __init__(self, call: _Call, address: str) -> None:
+    def __init__(self, call: _Call, address: str, n: int = 1) -> None:
         self._call = call
         self._address = address
-        self._assembly = GenerationAssembly()
+        self._assembly = GenerationAssembly(n)
         self._ended = False
 
     @property
@@ -117,7 +117,7 @@ class Client:
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> GenerationStream:
         """Like `generate`, in chunks as they arrive. Errors of the server are raised while iterating."""
         ready = _request.build_generate(prompt, options, self._timeout_s)
-        return GenerationStream(self._router.Generate(ready.message, timeout=ready.timeout_s), self._address)
+        return GenerationStream(self._router.Generate(ready.message, timeout=ready.timeout_s), self._address, ready.n)
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """Cancel a request by its id, whoever started it. Whether it was live; an unknown id is no error."""

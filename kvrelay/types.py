@@ -52,7 +52,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What arrived at once. The texts of all chunks, in order, are the text of the generation."""
+    """What arrived at once. The texts of all chunks of a choice, in order, are its text."""
 
     index: int
     """Output index of the first token here, from 0."""
@@ -62,11 +62,13 @@ class Chunk:
     """Text that became final; empty while it may still be part of a character or of a stop string."""
     logprobs: tuple[TokenLogprobs, ...]
     """One a token where asked for, else empty."""
+    choice: int = 0
+    """Of which output, where `n` asked for several. The chunks of several come mixed."""
 
     @classmethod
     def from_proto(cls, message: router_pb2.Tokens) -> Self:
         logprobs = tuple(TokenLogprobs.from_proto(entry) for entry in message.logprobs)
-        return cls(message.index, tuple(unpack_tokens(message.token_ids)), message.text, logprobs)
+        return cls(message.index, tuple(unpack_tokens(message.token_ids)), message.text, logprobs, message.choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class Waterfall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A finished answer."""
+    """A finished answer; with `n` > 1, the first of them. `usage` is its own: all of them used the prompt once."""
 
     request_id: str
     text: str
@@ -159,6 +161,13 @@ class Generation:
     """One a token where asked for, else empty."""
     route: Route
     waterfall: Waterfall
+    further: tuple[Generation, ...] = ()
+    """Choices 1 to n - 1, where `n` asked for several."""
+
+    @property
+    def choices(self) -> tuple[Generation, ...]:
+        """All outputs of the call, this one first."""
+        return (self, *self.further)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,9 @@ class ClientStream:
         waterfall: WaterfallRecorder,
         emit: Emit,
         clock: Callable[[], float],
+        choice: int = 0,
     ) -> None:
+        """`choice` numbers the outputs of one call."""
         params = request.params
         self.log = TokenLog(request)
         self._request = request
@@ -38,6 +40,7 @@ class ClientStream:
         self._waterfall = waterfall
         self._emit = emit
         self._clock = clock
+        self._choice = choice
         self._pending: list[worker_pb2.Output] = []
         self._pending_text: list[str] = []
 
@@ -73,6 +76,7 @@ class ClientStream:
             index=outputs[0].index,
             token_ids=b"".join(output.token_id.to_bytes(4, "little") for output in outputs),
             text="".join(texts),
+            choice=self._choice,
         )
         if self._request.params.logprobs is not None:
             tokens.logprobs.extend(output.logprobs for output in outputs)
@@ -94,6 +98,7 @@ class ClientStream:
             ),
             route=route,
             waterfall=waterfall,
+            choice=self._choice,
         )
         await self._emit(router_pb2.GenerateResponse(finished=finished))
         return waterfall

@@ -28,6 +28,8 @@ class RouterConfig:
     """The hint."""
     default_timeout_s: float = 600.0
     """Deadline of a call that brings none."""
+    max_n: int = 16
+    """Choices of one call. Each holds blocks of its own and takes a turn in each step of a decode worker."""
     max_attempts: int = 3
     """Placements of one request, the first included."""
     no_worker_wait_s: float = 30.0
@@ -96,6 +98,7 @@ class RouterConfig:
 
 _COUNTS = (
     "max_live_requests",
+    "max_n",
     "max_attempts",
     "max_unread_messages",
     "explain_capacity",

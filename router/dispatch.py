@@ -13,6 +13,8 @@
 If P fails, D is told to compute what it lacks and steps 6 and 7 stay as they are. If D fails, or refuses, the request
 is placed again with the prompt and all tokens so far: the token log is the request. This is the only resume path.
 
+With n > 1, steps 2 to 7 are done for each choice; the others begin when the first one's prompt is on its decode worker.
+
 Cancel, disconnect and deadline are one event: a cancellation of the path where it waits. Each lane to a worker is a
 context manager, so leaving the path, however, sends Cancel to every worker that may hold anything.
 """
@@ -36,6 +38,7 @@ from kvrelay.v1 import router_pb2, worker_pb2
 from router import validate
 from router.admission import Admission, LiveRequest
 from router.attempt import Attempt, AttemptFailed
+from router.choices import all_or_none, choice_of, one_at_a_time
 from router.client_stream import ClientStream, Emit, FinishReason
 from router.config import RouterConfig
 from router.explain import History, RequestRecord
@@ -71,6 +74,8 @@ class _Job:
     """Workers that refused this request or failed it, other than by vanishing. They are not asked again."""
     lost: set[str] = field(default_factory=set)
     """Workers that vanished with this request. Back again, they are asked if nobody else can be."""
+    prompt_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a decode worker has the prompt's KV, or there is none to wait for."""
 
     @property
     def num_tokens(self) -> int:
@@ -117,19 +122,43 @@ class Dispatcher:
         with self.admission.admit(request_id) as live, self.history.record(request_id) as record:
             async with live.within(timeout_s):
                 request = await self._read(message, live)
-                stream = ClientStream(
-                    request, IncrementalDetokenizer(self._model.tokenizer), waterfall, emit, self._clock
-                )
-                await stream.accepted()
+                n = message.n or 1
+                emit = emit if n == 1 else one_at_a_time(emit)
+                first = _Job(live, request, self._stream(request, emit, waterfall), waterfall, record)
+                await first.stream.accepted()
                 waterfall.admitted(self._clock())
-                await self._serve(_Job(live, request, stream, waterfall, record))
+                if n == 1:
+                    await self._serve(first)
+                else:
+                    others = [self._serve_further(first, number, emit) for number in range(1, n)]
+                    await all_or_none([self._serve(first), *others])
 
     async def _read(self, message: router_pb2.GenerateRequest, live: LiveRequest) -> GenerationRequest:
+        validate.check_n(message, self._config.max_n)
         params = validate.read_params(message, self._model, self._draw_seed)
         prompt = await self.prompts.tokens(message, live.remaining_s())
+        if message.clamp_max_tokens:
+            worker = self._registry.roomiest()
+            longest = self._model.max_model_len if worker is None else worker.max_request_tokens
+            params = validate.clamped(params, prompt, min(longest, self._model.max_model_len))
         request = validate.complete(live.request_id, prompt, params, self._model)
         self._check_fits(request)
         return request
+
+    def _stream(
+        self, request: GenerationRequest, emit: Emit, waterfall: WaterfallRecorder, choice: int = 0
+    ) -> ClientStream:
+        detokenizer = IncrementalDetokenizer(self._model.tokenizer)
+        return ClientStream(request, detokenizer, waterfall, emit, self._clock, choice)
+
+    async def _serve_further(self, first: _Job, number: int, emit: Emit) -> None:
+        """Choice `number`. It finds the prompt's KV where the first one brought it."""
+        request = choice_of(first.request, number)
+        waterfall = first.waterfall.after_admission()
+        await first.prompt_ready.wait()
+        waterfall.mark("first_choice", self._clock())
+        record = RequestRecord(request.request_id)  # the history tells of the first choice
+        await self._serve(_Job(first.live, request, self._stream(request, emit, waterfall, number), waterfall, record))
 
     async def _serve(self, job: _Job) -> None:
         """Place the request until its output is complete: the one resume path."""
@@ -148,6 +177,7 @@ class Dispatcher:
             job.record.route = attempt.route()
             job.record.waterfall = await job.stream.finish(reason, job.cached_tokens, job.record.route)
             job.record.outcome = finish_reason_from_proto(reason) or ""
+            job.prompt_ready.set()
             return
         assert failure is not None
         raise failure.error
@@ -304,6 +334,8 @@ class Dispatcher:
         await attempt.listen()
         if attempt.handed_over is not None:
             job.waterfall.handed_over(self._clock())
+        if attempt.handed_over is not None or (attempt.local and attempt.outputs):
+            job.prompt_ready.set()
 
     def _give_up_prefill(self, job: _Job, attempt: Attempt, lane: Lane) -> None:
         """Let the decode worker compute what has not come. No new placement is needed for that."""

@@ -45,6 +45,11 @@ def request_id_of(message: router_pb2.GenerateRequest) -> str:
     return request_id
 
 
+def check_n(message: router_pb2.GenerateRequest, limit: int) -> None:
+    if message.n > limit:
+        raise RequestError("n", f"at most {limit} choices, got {message.n}")
+
+
 def read_params(
     message: router_pb2.GenerateRequest, model: ServedModel, seed: Callable[[], int] = draw_seed
 ) -> SamplingParams:
@@ -53,6 +58,12 @@ def read_params(
     params = sampling_from_proto(message.sampling)
     _check_token_ids("stop_token_ids", params.stop_token_ids, model)
     return params if params.seed is not None else replace(params, seed=seed())
+
+
+def clamped(params: SamplingParams, prompt: bytes, limit: int) -> SamplingParams:
+    """`params` with at most as many `max_tokens` as fit beside `prompt` into `limit` tokens, and at least one."""
+    room = limit - len(prompt) // TOKEN_BYTES
+    return replace(params, max_tokens=max(1, min(params.max_tokens, room)))
 
 
 def complete(request_id: str, prompt: bytes, params: SamplingParams, model: ServedModel) -> GenerationRequest:

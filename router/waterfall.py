@@ -58,6 +58,14 @@ class WaterfallRecorder:
         self.mark("admit", now)
         self._attempt_from = len(self._parts)
 
+    def after_admission(self) -> WaterfallRecorder:
+        """A recorder for another output of the same call, which has been admitted and nothing more."""
+        other = WaterfallRecorder(self._received)
+        other._parts = self._parts[: self._attempt_from]
+        other._marked_us = sum(duration_us for _, duration_us in other._parts)
+        other._attempt_from = len(other._parts)
+        return other
+
     def emitted(self, num_outputs: int, now: float) -> None:
         """The first `num_outputs` tokens are with gRPC."""
         if self._first_us is None:

@@ -72,6 +72,8 @@ class GenerateRequest(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    CLAMP_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Optional; the router makes one. At most 128 printable ASCII characters."""
     model: _builtins.str
@@ -79,6 +81,12 @@ class GenerateRequest(_message.Message):
     prompt: _builtins.bytes
     """UTF-8 text, taken as it is. `bytes`, so that bad UTF-8 is our error to name."""
     prompt_token_ids: _builtins.bytes
+    n: _builtins.int
+    """Choices: outputs of the same prompt, each drawn by itself. 0 is 1. Choice 0 is what n = 1 gives; the seeds of the
+    others follow from its seed.
+    """
+    clamp_max_tokens: _builtins.bool
+    """Where prompt and max_tokens do not fit together, lower max_tokens, do not refuse."""
     @_builtins.property
     def chat(self) -> Global___ChatMessages:
         """Rendered with the model's chat template."""
@@ -94,10 +102,12 @@ class GenerateRequest(_message.Message):
         prompt_token_ids: _builtins.bytes = ...,
         chat: Global___ChatMessages | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
+        n: _builtins.int = ...,
+        clamp_max_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "clamp_max_tokens", b"clamp_max_tokens", "input", b"input", "model", b"model", "n", b"n", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -120,7 +130,7 @@ class GenerateResponse(_message.Message):
     def tokens(self) -> Global___Tokens: ...
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """Last, exactly once, and only if the stream ends with status OK."""
+        """Last of each choice, exactly once, if the stream ends with status OK."""
 
     def __init__(
         self,
@@ -169,12 +179,14 @@ class Tokens(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Output index of the first token here, from 0."""
     token_ids: _builtins.bytes
     """At least one."""
     text: _builtins.str
     """Text that became final with these tokens; may be empty (half a character, or half a stop string)."""
+    choice: _builtins.int
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
         """One a token where asked for, else empty."""
@@ -186,10 +198,11 @@ class Tokens(_message.Message):
         token_ids: _builtins.bytes = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -204,9 +217,11 @@ class Finished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     ROUTE_FIELD_NUMBER: _builtins.int
     WATERFALL_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     text: _builtins.str
     """Text that was held back until now."""
+    choice: _builtins.int
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
@@ -221,10 +236,11 @@ class Finished(_message.Message):
         usage: Global___Usage | None = ...,
         route: Global___Route | None = ...,
         waterfall: Global___Waterfall | None = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["route", b"route", "usage", b"usage", "waterfall", b"waterfall"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "route", b"route", "text", b"text", "usage", b"usage", "waterfall", b"waterfall"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "reason", b"reason", "route", b"route", "text", b"text", "usage", b"usage", "waterfall", b"waterfall"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -232,6 +248,8 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
+    """Of one choice. All choices share the prompt: a whole call used it once."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int

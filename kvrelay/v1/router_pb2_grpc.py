@@ -65,7 +65,7 @@ class RouterServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates from one prompt. Tokens arrive in order, each index exactly once, then one Finished.
+        """Generates from one prompt. Of each choice, tokens arrive in order, each index exactly once, then one Finished.
         Cancelling the call, or its deadline, cancels the request everywhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -32,7 +32,7 @@ class RouterStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RouterAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]
-    """Generates from one prompt. Tokens arrive in order, each index exactly once, then one Finished.
+    """Generates from one prompt. Of each choice, tokens arrive in order, each index exactly once, then one Finished.
     Cancelling the call, or its deadline, cancels the request everywhere.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_router_pb2.CancelRequest, _router_pb2.CancelResponse]
@@ -47,7 +47,7 @@ class RouterStub:
 class RouterAsyncStub(RouterStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates from one prompt. Tokens arrive in order, each index exactly once, then one Finished.
+    """Generates from one prompt. Of each choice, tokens arrive in order, each index exactly once, then one Finished.
     Cancelling the call, or its deadline, cancels the request everywhere.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_router_pb2.CancelRequest, _router_pb2.CancelResponse]  # type: ignore[assignment]
@@ -65,7 +65,7 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.GenerateResponse], _abc.AsyncIterator[_router_pb2.GenerateResponse]]:
-        """Generates from one prompt. Tokens arrive in order, each index exactly once, then one Finished.
+        """Generates from one prompt. Of each choice, tokens arrive in order, each index exactly once, then one Finished.
         Cancelling the call, or its deadline, cancels the request everywhere.
         """
 

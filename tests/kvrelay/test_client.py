@@ -167,6 +167,29 @@ def test_logprobs_come_one_a_token(router: FakeRouter, caller: Caller) -> None:
     assert generation.logprobs == (kvrelay.TokenLogprobs(-0.5, (kvrelay.TopLogprob(7, -0.25),)),) * 2
 
 
+def test_several_choices_arrive_mixed_and_end_as_one_answer_each(router: FakeRouter, caller: Caller) -> None:
+    router.script = events(
+        accepted(),
+        tokens(0, [1], "a"),
+        tokens(0, [2], "x", choice=1),
+        tokens(1, [3], "y", choice=1),
+        finished(2, choice=1),
+        tokens(1, [4], "b"),
+        finished(2),
+    )
+    chunks, result = caller.stream(router.address, "hello", n=2)
+    assert [(chunk.choice, chunk.text) for chunk in chunks] == [(0, "a"), (1, "x"), (1, "y"), (0, "b")]
+    assert [(choice.text, choice.token_ids) for choice in result.choices] == [("ab", (1, 4)), ("xy", (2, 3))]
+    assert result.text == "ab"
+    assert router.requests[0].n == 2
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, True])
+def test_a_number_of_choices_that_is_none_is_refused_by_name(router: FakeRouter, caller: Caller, n: Any) -> None:
+    with pytest.raises(RequestError, match=r"^n: must be an integer of at least 1"):
+        caller.generate(router.address, "hello", n=n)
+
+
 @pytest.mark.parametrize("chunks", [0, 1])
 def test_leaving_a_stream_early_cancels_the_request_at_the_router(
     router: FakeRouter, caller: Caller, chunks: int
@@ -270,6 +293,8 @@ def test_an_error_after_the_first_token_is_raised_once_and_kept(router: FakeRout
         ([accepted(), finished(0), finished(0)], "finished after the end"),
         ([accepted(), finished(0, reason=common_pb2.FINISH_REASON_UNSPECIFIED)], "without a finish reason"),
         ([accepted(), tokens(0, [1], "a")], "without a last word"),
+        ([accepted(), tokens(0, [1], "a", choice=1)], "tokens of choice 1; 1 were asked for"),
+        ([accepted(), finished(0), tokens(0, [1], "a")], "tokens after the end"),
         ([], "without a last word"),
         ([Event()], "does not know"),
         ([accepted(), Event(tokens=router_pb2.Tokens(token_ids=b"\0\0\0"))], "cannot be read"),

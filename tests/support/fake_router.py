@@ -100,18 +100,29 @@ def accepted(request_id: str = "request-1", prompt_tokens: int = 3) -> Event:
     return Event(accepted=router_pb2.Accepted(request_id=request_id, prompt_tokens=prompt_tokens))
 
 
-def tokens(index: int, token_ids: Sequence[int], text: str, logprobs: Sequence[common_pb2.TokenLogprobs] = ()) -> Event:
+def tokens(
+    index: int,
+    token_ids: Sequence[int],
+    text: str,
+    logprobs: Sequence[common_pb2.TokenLogprobs] = (),
+    choice: int = 0,
+) -> Event:
     packed = pack_tokens(token_ids)
-    return Event(tokens=router_pb2.Tokens(index=index, token_ids=packed, text=text, logprobs=logprobs))
+    return Event(tokens=router_pb2.Tokens(index=index, token_ids=packed, text=text, logprobs=logprobs, choice=choice))
 
 
 def finished(
     completion_tokens: int,
     text: str = "",
     reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_LENGTH,
+    choice: int = 0,
 ) -> Event:
     usage = router_pb2.Usage(prompt_tokens=3, completion_tokens=completion_tokens, cached_tokens=1)
-    return Event(finished=router_pb2.Finished(reason=reason, text=text, usage=usage, route=ROUTE, waterfall=WATERFALL))
+    return Event(
+        finished=router_pb2.Finished(
+            reason=reason, text=text, usage=usage, route=ROUTE, waterfall=WATERFALL, choice=choice
+        )
+    )
 
 
 def answer(call: LiveCall) -> Iterator[Event]:

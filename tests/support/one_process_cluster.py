@@ -112,7 +112,7 @@ class OneProcessCluster:
         self.router = RouterServer(
             replace(self._router_config, workers=tuple(worker.address for worker in self.workers))
         )
-        self._channel = grpc.aio.insecure_channel(await self.router.start())
+        self.channel = grpc.aio.insecure_channel(await self.router.start())
         async with asyncio.timeout(BOUND_S):
             while len(self.router.registry.snapshots()) < len(self.workers):
                 await self.router.registry.changed()
@@ -121,7 +121,7 @@ class OneProcessCluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._channel.close()
+        await self.channel.close()
         try:
             if error is None:
                 for worker in self.workers:
@@ -154,7 +154,7 @@ class OneProcessCluster:
         request = router_pb2.GenerateRequest(
             prompt_token_ids=pack_tokens(prompt), sampling=common_pb2.SamplingParams(**params)
         )
-        return router_pb2_grpc.RouterStub(self._channel).Generate(request, timeout=timeout_s)
+        return router_pb2_grpc.RouterStub(self.channel).Generate(request, timeout=timeout_s)
 
     async def generate(self, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> Generation:
         """Refuses a repeated or skipped index."""

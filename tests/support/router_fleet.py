@@ -67,6 +67,7 @@ class Call:
 
     def __init__(self, dispatcher: Dispatcher, message: router_pb2.GenerateRequest, timeout_s: float | None) -> None:
         self.events: list[router_pb2.GenerateResponse] = []
+        self._num_choices = message.n or 1
         self.reading = asyncio.Event()
         """Cleared: the client does not read."""
         self.reading.set()
@@ -81,10 +82,13 @@ class Call:
 
     @property
     def token_ids(self) -> list[int]:
+        return self.token_ids_of(0)
+
+    def token_ids_of(self, choice: int) -> list[int]:
         """Refuses a repeated or skipped index."""
         token_ids: list[int] = []
         for event in self.events:
-            if event.WhichOneof("event") == "tokens":
+            if event.WhichOneof("event") == "tokens" and event.tokens.choice == choice:
                 assert event.tokens.index == len(token_ids)
                 data = event.tokens.token_ids
                 token_ids += [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
@@ -110,7 +114,9 @@ class Call:
         kinds = [event.WhichOneof("event") for event in self.events]
         assert kinds[0] == "accepted"
         assert kinds[-1] == "finished"
-        assert set(kinds[1:-1]) <= {"tokens"}
+        assert set(kinds[1:-1]) <= {"tokens", "finished"}
+        finished = [event.finished.choice for event in self.events if event.HasField("finished")]
+        assert sorted(finished) == list(range(self._num_choices))
         return self.finished
 
     async def leave(self) -> None:

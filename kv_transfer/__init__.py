@@ -6,11 +6,12 @@ The hand-over of one request, in order:
                                       a lease of at most 5 s runs from here on           reservation.py
     P  sender.open(request, ticket)   finds the link to D or opens it in the background  sender.py, link.py
     P  sender.send(blocks)            as prefill completes them; ordinals that the ticket does not ask for are skipped
-       BLOCK ->                       ticket, incarnation, ordinal, slot, generation, hash, digest
-    D  table.begin_write              all of them must be what the ticket says, else NACK; grants the slot
-    D  copy, digest                   the bytes come into the slot, then are compared with the sender's digest
+       BLOCKS ->                      ticket, incarnation; of each block of the group ordinal, slot, generation, hash,
+                                      digest
+    D  table.begin_write              each must be what the ticket says, else NACK for it; grants the slot
+    D  copy, digest                   all bytes come into their slots; their digests are compared with the sender's
     D  table.end_write                the block is adopted, unless the ticket ended meanwhile: then the slot is quiet
-       <- ACK                         P may reuse the source block
+       <- ACK                         P may reuse the source blocks
     P  sender.finish(request)         FINISH -> ; once every block is acknowledged: transfer_done
     D  table.close(ticket)            says which slots are still being written: quarantined until they are quiet
 
@@ -25,7 +26,7 @@ What can go wrong, and who notices:
     the request is cancelled          at P: sender.abort, ABORT -> , link_lost at D. At D: table.close; P learns it
                                       from the refusal of its next block or renewal
 
-A link is one connected socket for one (P, D incarnation) pair and carries all their requests, block by block in turn.
+A link is one connected socket for one (P, D incarnation) pair and carries all their requests, group by group in turn.
 Its control frames are length-prefixed msgpack with a closed schema (frames.py). Two transports differ only in where
 the payload of a block comes from: `shm` (transport_shm.py) and `tcp` (transport_tcp.py).
 

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
 import xxhash
 
 DIGEST_BYTES = 16
 
 
-def digest(block: memoryview | bytes) -> bytes:
-    """xxh3-128 of `block`, which must be contiguous. Releases the GIL for blocks of KV size."""
-    return xxhash.xxh3_128_digest(block)
+class BlockCopier(Protocol):
+    """Passes over the bytes of many blocks in one call, without the GIL. The digest is xxh3-128."""
+
+    def digests(self, blocks: Sequence[memoryview]) -> list[bytes]: ...
+
+    def copy(self, slots: Sequence[memoryview], sources: Sequence[memoryview]) -> list[bytes]:
+        """Copy each source into its slot. Returns the digest of what each slot got, whatever its source is by then."""
+        ...
+
+
+class PythonBlockCopier:
+    """One block after the other. A `BlockCopier` that runs everywhere."""
+
+    def digests(self, blocks: Sequence[memoryview]) -> list[bytes]:
+        return [xxhash.xxh3_128_digest(block) for block in blocks]
+
+    def copy(self, slots: Sequence[memoryview], sources: Sequence[memoryview]) -> list[bytes]:
+        for slot, source in zip(slots, sources, strict=True):
+            # Releases the GIL, which assigning to a memoryview's slice does not.
+            np.copyto(np.frombuffer(slot, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+        return self.digests(slots)

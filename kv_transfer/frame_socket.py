@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from array import array
+from collections import deque
 from contextlib import suppress
 
 from engine.errors import LinkClosed, ProtocolError
@@ -54,15 +55,15 @@ class FrameSocket:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(fraction * 1e6)))
 
-    def send(self, encoded: bytes, payload: memoryview | None = None) -> None:
+    def send(self, encoded: bytes, *payload: memoryview) -> None:
         """Send a frame, and the payload that follows it, completely."""
         deadline = time.monotonic() + self._timeout_s
-        parts = [memoryview(encoded)] if payload is None else [memoryview(encoded), payload]
+        parts = deque((memoryview(encoded), *payload))
         try:
             while parts:
                 sent = self._sock.sendmsg(parts)
                 while parts and sent >= len(parts[0]):
-                    sent -= len(parts.pop(0))
+                    sent -= len(parts.popleft())
                 if parts:
                     parts[0] = parts[0][sent:]
                     self._check(deadline, "sending")

@@ -1,8 +1,9 @@
 """The frames of a link: a closed schema over msgpack. Knows no socket, and nothing of what a frame leads to.
 
-On the wire: length (u32 LE) || msgpack array [kind, field, ...], fields in the order of the dataclass. After a `Block`
-without `offset` follow `length` raw bytes. HELLO, WELCOME and REFUSED keep their fields for ever, so that two versions
-can always tell each other why they cannot talk; everything else belongs to the version that was agreed on.
+On the wire: length (u32 LE) || msgpack array [kind, field, ...], fields in the order of the dataclass. After a
+`Block` or `Blocks` follow `length` raw bytes for each block without `offset`, back to back. HELLO, WELCOME and REFUSED
+keep their fields for ever, so that two versions can always tell each other why they cannot talk; everything else
+belongs to the version that was agreed on. Version 1 has `Block`, a frame for each; version 2 has `Blocks` instead.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -19,13 +20,19 @@ from engine.errors import ProtocolError
 from kv_transfer.digest import DIGEST_BYTES
 from kv_transfer.identity import FINGERPRINT_BYTES, MAX_ID_BYTES
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 OLDEST_PROTOCOL_VERSION = 1
-"""That this version still speaks: N-1, once there is one."""
+"""That this version still speaks: N-1."""
+GROUPS_PROTOCOL_VERSION = 2
+"""The first one with `Blocks`."""
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 16 * 1024
 """Of the msgpack part. A longer claim ends the connection before anything is allocated for it."""
+MAX_GROUP_BLOCKS = 128
+"""Of one `Blocks` frame. They fit into a frame, their answer too."""
+MAX_GROUP_BYTES = 64 * 1024 * 1024
+"""Payload of one `Blocks` frame; a single larger block is allowed."""
 MAX_RENEWED_TICKETS = 64
 MAX_ACKED_ORDINALS = 256
 MAX_MESSAGE_BYTES = 512
@@ -68,9 +75,40 @@ class Refused:
     message: str
 
 
+class BlockEntry(NamedTuple):
+    """One block of a group."""
+
+    ordinal: int
+    slot: int
+    generation: int
+    hash: bytes
+    digest: bytes
+    offset: int | None
+    """Of the block in P's pool; None if the payload follows the frame."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """P to D, since version 2: these blocks of one ticket are complete, and here they are."""
+
+    ticket_id: str
+    incarnation: str
+    """Of D, as the ticket says."""
+    entries: tuple[BlockEntry, ...]
+    length: int
+    """Of each payload, bytes."""
+
+    def singly(self) -> tuple[Block, ...]:
+        """The same in version 1, a frame for each block."""
+        return tuple(
+            Block(ticket_id=self.ticket_id, incarnation=self.incarnation, length=self.length, **entry._asdict())
+            for entry in self.entries
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """P to D: one block is complete, and here it is."""
+    """P to D, version 1: one block is complete, and here it is."""
 
     ticket_id: str
     incarnation: str
@@ -84,6 +122,11 @@ class Block:
     """Of the block in P's pool; None if the payload follows this frame."""
     length: int
     """Of the payload, bytes."""
+
+    def grouped(self) -> Blocks:
+        """The same in version 2."""
+        entry = BlockEntry(self.ordinal, self.slot, self.generation, self.hash, self.digest, self.offset)
+        return Blocks(ticket_id=self.ticket_id, incarnation=self.incarnation, entries=(entry,), length=self.length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +170,7 @@ class Nack:
     message: str
 
 
-Frame = Hello | Welcome | Refused | Block | Finish | Renew | Abort | Ack | Nack
+Frame = Hello | Welcome | Refused | Block | Finish | Renew | Abort | Ack | Nack | Blocks
 
 
 class _Invalid(Exception):
@@ -192,6 +235,18 @@ def _tuple(inner: _Check, max_items: int) -> _Check:
     return check
 
 
+def _entries(value: Any) -> Any:
+    if type(value) not in (tuple, list) or not 0 < len(value) <= MAX_GROUP_BLOCKS:
+        raise _Invalid(f"a list of 1 to {MAX_GROUP_BLOCKS} blocks")
+    return tuple(_entry(item) for item in value)
+
+
+def _entry(value: Any) -> BlockEntry:
+    if not isinstance(value, (tuple, list)) or len(value) != len(_ENTRY_CHECKS):
+        raise _Invalid(f"a list of blocks with {len(_ENTRY_CHECKS)} fields each")
+    return BlockEntry(*[check(item) for check, item in zip(_ENTRY_CHECKS, value, strict=True)])
+
+
 def _flat_map(value: Any) -> Any:
     """Keys are text; `KvLayout.from_wire` judges the rest."""
     if type(value) is not dict or len(value) > 16:
@@ -207,6 +262,7 @@ _ID, _NAME = _text(MAX_ID_BYTES), _text(_MAX_NAME_BYTES)
 _MESSAGE = _text(MAX_MESSAGE_BYTES)
 _FEATURES = _tuple(_NAME, _MAX_CAPABILITIES)
 _HASH = _blob(HASH_BYTES)
+_ENTRY_CHECKS: tuple[_Check, ...] = (_U32, _U32, _U64, _HASH, _blob(DIGEST_BYTES), _optional(_U64))
 
 _CHECKS: dict[type[Frame], tuple[_Check, ...]] = {
     Hello: (_U32, _U32, _ID, _ID, _ID, _ID, _blob(FINGERPRINT_BYTES), _flat_map, _NAME, _U64, _FEATURES),
@@ -218,6 +274,7 @@ _CHECKS: dict[type[Frame], tuple[_Check, ...]] = {
     Abort: (_ID,),
     Ack: (_ID, _tuple(_U32, MAX_ACKED_ORDINALS)),
     Nack: (_ID, _optional(_U32), _NAME, _MESSAGE),
+    Blocks: (_ID, _ID, _entries, _U32),
 }
 """A rule for each field, in the order of the fields. The order of the classes is their number on the wire, from 1."""
 

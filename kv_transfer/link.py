@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,11 +22,12 @@ from typing import Protocol
 
 from engine.errors import ConfigError, HandshakeRefused, LinkClosed, ProtocolError
 from engine.kv_layout import KvLayout
+from kv_transfer.digest import BlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
-    Block,
+    Blocks,
     Hello,
     Refused,
     Welcome,
@@ -88,8 +89,12 @@ class Outlet(Protocol):
     @property
     def transport(self) -> str: ...
 
-    def place(self, source_block: int, block: memoryview) -> tuple[int | None, memoryview | None]:
-        """Where the receiver finds the payload: `Block.offset`, and what is to follow the frame."""
+    def offset(self, source_block: int) -> int | None:
+        """Where the receiver finds a block's payload: `BlockEntry.offset`."""
+        ...
+
+    def send(self, encoded: bytes, sources: Sequence[memoryview]) -> None:
+        """Send the frame of a group of blocks, and what must follow it. Reads `sources` only until it returns."""
         ...
 
 
@@ -99,16 +104,15 @@ class Intake(Protocol):
     @property
     def transport(self) -> str: ...
 
-    def check(self, frame: Block) -> str | None:
+    def check(self, frame: Blocks) -> str | None:
         """What is impossible about `frame`, or None."""
         ...
 
-    def read_into(self, frame: Block, slot: memoryview) -> None:
-        """Get the payload of `frame`, all of it or an error."""
-        ...
+    def receive_into(self, frame: Blocks, slots: Sequence[memoryview | None]) -> list[bytes]:
+        """Get the payload of each block of a checked `frame` into its slot; None: pass over it.
 
-    def discard(self, frame: Block) -> None:
-        """Pass over the payload of `frame`."""
+        Returns the digest of what each slot, None left out, holds now. All of them, or an error: then the link is over.
+        """
         ...
 
     def close(self) -> None: ...
@@ -169,12 +173,14 @@ def connect(
             connection.close()
             raise
         connection.set_timeout(settings.progress_timeout_s)
-        outlet = ShmOutlet(pool.layout.block_bytes) if transport == SHM else TcpOutlet()
+        outlet = ShmOutlet(connection, pool.layout.block_bytes) if transport == SHM else TcpOutlet(connection)
         return OutgoingLink(connection, outlet, protocol, fell_back=number > 0)
     raise failure
 
 
-def accept(connection: FrameSocket, identity: PeerIdentity, settings: LinkSettings) -> IncomingLink:
+def accept(
+    connection: FrameSocket, identity: PeerIdentity, copier: BlockCopier, settings: LinkSettings
+) -> IncomingLink:
     """D's side, on a fresh connection. Waits at most the handshake time-out.
 
     Raises `Refusal` (the peer was told), `LinkClosed`, `ProtocolError`; the connection is then only good for `close`.
@@ -192,7 +198,7 @@ def accept(connection: FrameSocket, identity: PeerIdentity, settings: LinkSettin
             raise ProtocolError(f"a link begins with HELLO, not {type(hello).__name__}")
         _check_peer_user(connection)  # only now: a refusal reaches nobody whose HELLO is still unread
         protocol = _judge(hello, identity)
-        intake = _intake(connection, hello, fd, identity.layout)
+        intake = _intake(connection, hello, fd, identity.layout, copier)
         try:
             connection.send(encode(Welcome(protocol=protocol, capabilities=())))
         except LinkClosed:
@@ -316,13 +322,13 @@ def _judge(hello: Hello, identity: PeerIdentity) -> int:
     return protocol
 
 
-def _intake(connection: FrameSocket, hello: Hello, fd: int | None, layout: KvLayout) -> Intake:
+def _intake(connection: FrameSocket, hello: Hello, fd: int | None, layout: KvLayout, copier: BlockCopier) -> Intake:
     if hello.transport == TCP and not connection.is_unix:
-        return TcpIntake(connection)
+        return TcpIntake(connection, copier)
     if hello.transport != SHM or fd is None:
         raise Refusal(RefusalCode.TRANSPORT, f"transport {hello.transport!r} is not possible on this socket")
     try:
-        return ShmIntake(fd, hello.num_blocks, layout.block_bytes)
+        return ShmIntake(fd, hello.num_blocks, layout.block_bytes, copier)
     except HandshakeRefused as error:
         raise Refusal(RefusalCode.TRANSPORT, str(error)) from error
 

@@ -15,14 +15,14 @@ from typing import Protocol
 from engine import errors
 from engine.block_hash import HASH_BYTES
 from engine.errors import DeadlineExceeded, EngineError, InternalError, LinkClosed, ProtocolError, TransferError
-from kv_transfer.digest import digest
+from kv_transfer.digest import BlockCopier, PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import Ack, Block, Frame, Nack, Renew, encode
+from kv_transfer.frames import GROUPS_PROTOCOL_VERSION, Ack, BlockEntry, Blocks, Frame, Nack, Renew, encode
 from kv_transfer.identity import LinkEndpoint, PeerIdentity
 from kv_transfer.link import LinkSettings, OutgoingLink, connect
 from kv_transfer.pool import KvPool
 from kv_transfer.stats import Counters, SenderStats, TransferStats
-from kv_transfer.transfers import OutgoingBlock, OutgoingTransfers, SendBlock, TicketInfo
+from kv_transfer.transfers import OutgoingBlock, OutgoingTransfers, SendBlocks, TicketInfo
 
 __all__ = ["KvSender", "OutgoingBlock", "SenderListener", "TicketInfo", "TransferStats"]
 
@@ -51,11 +51,13 @@ class KvSender:
         listener: SenderListener,
         settings: LinkSettings | None = None,
         *,
+        copier: BlockCopier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
         self._kv = kv
         self._listener = listener
+        self._copier = copier or PythonBlockCopier()
         self._settings = settings or LinkSettings()
         self._clock = clock
         self._counters = Counters()
@@ -235,14 +237,14 @@ class _SenderLink:
             with self.changed:
                 step = self._next_step()
             self._report()
-            if isinstance(step, SendBlock):
-                self._send_block(link, step)
+            if isinstance(step, SendBlocks):
+                self._send_blocks(link, step)
             elif step is not None:
                 if isinstance(step, Renew):
                     self._sender._counters.add("renewals")
                 link.connection.send(encode(step))
 
-    def _next_step(self) -> SendBlock | Frame | None:
+    def _next_step(self) -> SendBlocks | Frame | None:
         """Wait for something to send, or (None) to report. Raises what ended the link."""
         while True:
             if self._error is not None:
@@ -254,21 +256,20 @@ class _SenderLink:
             wake = self.transfers.next_wake()
             self.changed.wait(None if wake is None else max(0.0, wake - now))
 
-    def _send_block(self, link: OutgoingLink, step: SendBlock) -> None:
-        source = self._sender._kv.block(step.block.source_block)
-        offset, payload = link.outlet.place(step.block.source_block, source)
-        frame = Block(
-            ticket_id=step.ticket_id,
-            incarnation=step.incarnation,
-            ordinal=step.block.ordinal,
-            slot=step.slot,
-            generation=step.generation,
-            hash=step.block.hash,
-            digest=digest(source),
-            offset=offset,
-            length=len(source),
+    def _send_blocks(self, link: OutgoingLink, step: SendBlocks) -> None:
+        sources = [self._sender._kv.block(block.source_block) for block in step.blocks]
+        digests = self._sender._copier.digests(sources)
+        entries = tuple(
+            BlockEntry(block.ordinal, *place, block.hash, digest, link.outlet.offset(block.source_block))
+            for block, place, digest in zip(step.blocks, step.places, digests, strict=True)
         )
-        link.connection.send(encode(frame), payload)
+        length = self._sender._kv.layout.block_bytes
+        frame = Blocks(ticket_id=step.ticket_id, incarnation=step.incarnation, entries=entries, length=length)
+        if link.protocol >= GROUPS_PROTOCOL_VERSION:
+            link.outlet.send(encode(frame), sources)
+        else:
+            for block, source in zip(frame.singly(), sources, strict=True):
+                link.outlet.send(encode(block), [source])
         with self.changed:
             self.transfers.sent(step)
 

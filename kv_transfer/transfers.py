@@ -18,10 +18,13 @@ from engine.errors import (
     RequestCancelled,
     SlotMismatch,
 )
-from kv_transfer.frames import MAX_RENEWED_TICKETS, Abort, Finish, Frame, Renew
+from kv_transfer.frames import MAX_GROUP_BLOCKS, MAX_RENEWED_TICKETS, Abort, Finish, Frame, Renew
 from kv_transfer.identity import MAX_ID_BYTES
 from kv_transfer.link import LinkSettings
 from kv_transfer.stats import TransferStats
+
+_GROUP_BYTES = 4 * 1024 * 1024
+"""Enough to hide what a frame costs; little enough that the receiver copies one group while the next is prepared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +60,15 @@ class OutgoingBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class SendBlock:
-    """Send this block, then call `sent`. Its source is read until then."""
+class SendBlocks:
+    """Send this group of blocks, then call `sent`. Their sources are read until then."""
 
     request_id: str
     ticket_id: str
     incarnation: str
-    block: OutgoingBlock
-    slot: int
-    generation: int
+    blocks: tuple[OutgoingBlock, ...]
+    places: tuple[tuple[int, int], ...]
+    """(slot, generation) of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class _Transfer:
     unacked: set[int]
     queued: deque[OutgoingBlock] = field(default_factory=deque)
     writing: bool = False
-    """The writer has a block of it in hand."""
+    """The writer has blocks of it in hand."""
     finished: bool = False
     finish_queued: bool = False
     error: EngineError | None = None
@@ -98,12 +101,16 @@ class _Transfer:
 class OutgoingTransfers:
     """Every open transfer is in exactly one state: open, or ended and (once no block of it is in hand) an `Outcome`.
 
-    Blocks leave in turn, one of each request that has any, while the unacknowledged bytes fit the budget.
+    Blocks leave in groups, as many of a request as are there, up to `_GROUP_BYTES` and a quarter of the budget: nobody
+    waits for a group to fill. Requests that have any take turns, while the unacknowledged bytes fit the budget.
     """
 
     def __init__(self, block_bytes: int, settings: LinkSettings) -> None:
         self._block_bytes = block_bytes
         self._settings = settings
+        self._group_blocks = max(
+            1, min(MAX_GROUP_BLOCKS, min(_GROUP_BYTES, settings.max_unacked_bytes // 4) // block_bytes)
+        )
         self.transport = ""
         self._by_request: dict[str, _Transfer] = {}
         self._by_ticket: dict[str, _Transfer] = {}
@@ -160,7 +167,7 @@ class OutgoingTransfers:
         if transfer is not None:
             self._abort(transfer, RequestCancelled("the transfer was aborted"))
 
-    def next_step(self, now: float) -> SendBlock | Frame | None:
+    def next_step(self, now: float) -> SendBlocks | Frame | None:
         """What to send now, or None: then wait until something happens, or `next_wake`.
 
         Raises `LinkClosed` if the receiver has not answered the block that is due for too long.
@@ -171,24 +178,27 @@ class OutgoingTransfers:
         self._renew(now)
         if self._control:
             return self._control.popleft()
-        in_flight = len(self._in_flight) * self._block_bytes
-        if not self._turn or (in_flight and in_flight + self._block_bytes > self._settings.max_unacked_bytes):
+        room = self._settings.max_unacked_bytes // self._block_bytes - len(self._in_flight)
+        if not self._turn or (self._in_flight and room < 1):
             return None
+        return self._take_group(min(self._group_blocks, max(1, room)), now)
+
+    def _take_group(self, most: int, now: float) -> SendBlocks:
         transfer = self._turn.popleft()
-        block = transfer.queued.popleft()
-        if transfer.queued:
+        ticket, queued = transfer.ticket, transfer.queued
+        group = tuple(queued.popleft() for _ in range(min(most, len(queued))))
+        if queued:
             self._turn.append(transfer)
         if not self._in_flight:
             self._progress_at = now
-        self._in_flight[(transfer.ticket.ticket_id, block.ordinal)] = None
+        self._in_flight.update(((ticket.ticket_id, block.ordinal), None) for block in group)
         transfer.writing = True
         if transfer.first_sent is None:
             transfer.first_sent = now
-        slot, generation = transfer.ticket.blocks[block.ordinal]
-        ticket = transfer.ticket
-        return SendBlock(transfer.request_id, ticket.ticket_id, ticket.incarnation, block, slot, generation)
+        places = tuple(ticket.blocks[block.ordinal] for block in group)
+        return SendBlocks(transfer.request_id, ticket.ticket_id, ticket.incarnation, group, places)
 
-    def sent(self, step: SendBlock) -> None:
+    def sent(self, step: SendBlocks) -> None:
         """The writer is done with `step`."""
         transfer = self._by_request[step.request_id]
         transfer.writing = False

@@ -8,11 +8,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-
-import numpy as np
+from collections.abc import Sequence
 
 from engine.errors import HandshakeRefused
-from kv_transfer.frames import Block
+from kv_transfer.digest import BlockCopier
+from kv_transfer.frame_socket import FrameSocket
+from kv_transfer.frames import Blocks
 from kv_transfer.identity import SHM
 
 
@@ -21,11 +22,15 @@ class ShmOutlet:
 
     transport = SHM
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, connection: FrameSocket, block_bytes: int) -> None:
+        self._connection = connection
         self._block_bytes = block_bytes
 
-    def place(self, source_block: int, block: memoryview) -> tuple[int, None]:
-        return source_block * self._block_bytes, None
+    def offset(self, source_block: int) -> int:
+        return source_block * self._block_bytes
+
+    def send(self, encoded: bytes, sources: Sequence[memoryview]) -> None:
+        self._connection.send(encoded)
 
 
 def read_only(fd: int) -> int:
@@ -38,13 +43,14 @@ class ShmIntake:
 
     transport = SHM
 
-    def __init__(self, fd: int, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, fd: int, num_blocks: int, block_bytes: int, copier: BlockCopier) -> None:
         """Map `num_blocks` blocks of the memory file `fd`, which stays the caller's.
 
         Raises `HandshakeRefused` if it cannot be mapped safely: a file that its owner can shrink would kill us with
         SIGBUS on the next read.
         """
         self._block_bytes = block_bytes
+        self._copier = copier
         nbytes = num_blocks * block_bytes
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -59,23 +65,24 @@ class ShmIntake:
             self._memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, OverflowError, ValueError) as error:
             raise HandshakeRefused(f"the peer's pool cannot be mapped: {error}") from error
-        self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
+        self._bytes = memoryview(self._memory)
 
-    def check(self, frame: Block) -> str | None:
-        if frame.offset is None:
-            return "a block without offset on a link with shared memory"
-        if frame.offset % self._block_bytes or frame.offset + frame.length > len(self._bytes):
-            return f"offset {frame.offset} is no block of the peer's pool"
+    def check(self, frame: Blocks) -> str | None:
+        for entry in frame.entries:
+            if entry.offset is None:
+                return "a block without offset on a link with shared memory"
+            if entry.offset % self._block_bytes or entry.offset + frame.length > len(self._bytes):
+                return f"offset {entry.offset} is no block of the peer's pool"
         return None
 
-    def read_into(self, frame: Block, slot: memoryview) -> None:
-        """One copy at the speed of memcpy. Releases the GIL, which assigning to a memoryview's slice does not."""
-        assert frame.offset is not None, "`check` comes first"
-        np.copyto(np.frombuffer(slot, dtype=np.uint8), self._bytes[frame.offset : frame.offset + frame.length])
-
-    def discard(self, frame: Block) -> None:
-        """Nothing is under way."""
+    def receive_into(self, frame: Blocks, slots: Sequence[memoryview | None]) -> list[bytes]:
+        granted = [(slot, entry.offset) for slot, entry in zip(slots, frame.entries, strict=True) if slot is not None]
+        sources = []
+        for _, offset in granted:
+            assert offset is not None, "`check` comes first"
+            sources.append(self._bytes[offset : offset + frame.length])
+        return self._copier.copy([slot for slot, _ in granted], sources)
 
     def close(self) -> None:
-        del self._bytes
+        self._bytes.release()
         self._memory.close()

@@ -1,9 +1,12 @@
-"""The `tcp` transport: a block's payload follows its frame in the stream, and is received straight into its slot."""
+"""The `tcp` transport: payloads follow their frame in the stream, and are received straight into their slots."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kv_transfer.digest import BlockCopier
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import Block
+from kv_transfer.frames import Blocks
 from kv_transfer.identity import TCP
 
 
@@ -12,8 +15,14 @@ class TcpOutlet:
 
     transport = TCP
 
-    def place(self, source_block: int, block: memoryview) -> tuple[None, memoryview]:
-        return None, block
+    def __init__(self, connection: FrameSocket) -> None:
+        self._connection = connection
+
+    def offset(self, source_block: int) -> None:
+        return None
+
+    def send(self, encoded: bytes, sources: Sequence[memoryview]) -> None:
+        self._connection.send(encoded, *sources)
 
 
 class TcpIntake:
@@ -21,17 +30,24 @@ class TcpIntake:
 
     transport = TCP
 
-    def __init__(self, connection: FrameSocket) -> None:
+    def __init__(self, connection: FrameSocket, copier: BlockCopier) -> None:
         self._connection = connection
+        self._copier = copier
 
-    def check(self, frame: Block) -> str | None:
-        return None if frame.offset is None else "a block names an offset on a link without shared memory"
+    def check(self, frame: Blocks) -> str | None:
+        if any(entry.offset is not None for entry in frame.entries):
+            return "a block names an offset on a link without shared memory"
+        return None
 
-    def read_into(self, frame: Block, slot: memoryview) -> None:
-        self._connection.receive_into(slot)
-
-    def discard(self, frame: Block) -> None:
-        self._connection.discard(frame.length)
+    def receive_into(self, frame: Blocks, slots: Sequence[memoryview | None]) -> list[bytes]:
+        digests: list[bytes] = []
+        for slot in slots:
+            if slot is None:
+                self._connection.discard(frame.length)
+            else:
+                self._connection.receive_into(slot)
+                digests += self._copier.digests([slot])  # while it is in the cache
+        return digests
 
     def close(self) -> None:
         """The connection is its link's."""

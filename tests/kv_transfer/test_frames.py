@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgpack
 import pytest
 from hypothesis import given, settings
@@ -13,9 +15,12 @@ from kv_transfer import frames
 from kv_transfer.frames import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
+    MAX_GROUP_BLOCKS,
     Abort,
     Ack,
     Block,
+    BlockEntry,
+    Blocks,
     Finish,
     Frame,
     Hello,
@@ -59,11 +64,23 @@ blocks = st.builds(
     offset=st.none() | u64,
     length=u32,
 )
+groups = st.builds(
+    Blocks,
+    ticket_id=ids,
+    incarnation=ids,
+    entries=st.lists(
+        st.tuples(u32, u32, u64, hashes, st.binary(min_size=16, max_size=16), st.none() | u64).map(BlockEntry._make),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
+    length=u32,
+)
 any_frame: st.SearchStrategy[Frame] = st.one_of(
     hellos,
     st.builds(Welcome, protocol=u32, capabilities=features),
     st.builds(Refused, code=names, message=messages),
     blocks,
+    groups,
     st.builds(Finish, ticket_id=ids, count=u32),
     st.builds(Renew, ticket_ids=st.lists(ids, max_size=8).map(tuple)),
     st.builds(Abort, ticket_id=ids),
@@ -181,3 +198,26 @@ def test_a_long_message_is_clipped_to_what_a_frame_may_hold() -> None:
     assert frames.decode(frames.encode(Refused(code="x", message=clipped))[LENGTH_BYTES:]) == Refused(
         code="x", message="é" * 256
     )
+
+
+ENTRY = BlockEntry(2**32 - 1, 2**32 - 1, 2**64 - 1, bytes(32), bytes(16), 2**64 - 1)
+LARGEST = Blocks(ticket_id="t" * 128, incarnation="i" * 128, entries=(ENTRY,) * MAX_GROUP_BLOCKS, length=2**32 - 1)
+
+
+def test_the_largest_group_fits_into_a_frame() -> None:
+    encoded = frames.encode(LARGEST)
+
+    assert frames.body_length(encoded[:LENGTH_BYTES]) <= MAX_FRAME_BYTES
+    assert frames.decode(encoded[LENGTH_BYTES:]) == LARGEST
+
+
+@pytest.mark.parametrize("count", [0, MAX_GROUP_BLOCKS + 1])
+def test_a_group_of_too_few_or_too_many_blocks_is_refused(count: int) -> None:
+    with pytest.raises(ProtocolError, match=r"Blocks\.entries must be a list of 1 to 128 blocks"):
+        frames.encode(replace(LARGEST, entries=(ENTRY,) * count))
+
+
+def test_a_block_and_a_group_of_one_say_the_same() -> None:
+    group = replace(LARGEST, entries=(ENTRY,))
+
+    assert [block.grouped() for block in group.singly()] == [group]

@@ -33,16 +33,16 @@ from kv_links import (
 )
 
 from engine.errors import ConfigError, HandshakeRefused, InternalError, LinkClosed, ProtocolError
-from kv_transfer.digest import digest
+from kv_transfer.digest import PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import Abort, Ack, Block, Frame, Hello, Nack, Refused, Welcome, encode
+from kv_transfer.frames import Abort, Ack, BlockEntry, Blocks, Frame, Hello, Nack, Refused, Welcome, encode
 from kv_transfer.identity import LinkEndpoint, PeerIdentity
 from kv_transfer.link import LinkSettings
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.transport_shm import read_only
 
 HELLO = Hello(
-    protocol=1,
+    protocol=2,
     oldest_protocol=1,
     worker_id="prefill-0",
     incarnation="1",
@@ -101,17 +101,17 @@ def begin(prefill: PrefillSide, decode: DecodeSide, endpoint: bytes, incarnation
     prefill.sender.finish("t")
 
 
-@pytest.mark.parametrize(("protocol", "oldest"), [(1, 1), (2, 1)])
-def test_the_newest_common_version_is_spoken(decode: DecodeSide, protocol: int, oldest: int) -> None:
+@pytest.mark.parametrize(("protocol", "oldest", "spoken"), [(1, 1, 1), (2, 1, 2), (2, 2, 2), (3, 2, 2)])
+def test_the_newest_common_version_is_spoken(decode: DecodeSide, protocol: int, oldest: int, spoken: int) -> None:
     answer = answer_to(decode, replace(HELLO, protocol=protocol, oldest_protocol=oldest))
 
-    assert answer == Welcome(protocol=1, capabilities=())
+    assert answer == Welcome(protocol=spoken, capabilities=())
 
 
 @pytest.mark.parametrize(
     ("hello", "code", "reason"),
     [
-        (replace(HELLO, protocol=3, oldest_protocol=2), "protocol", "versions 2 to 3"),
+        (replace(HELLO, protocol=4, oldest_protocol=3), "protocol", "versions 3 to 4"),
         (replace(HELLO, protocol=0, oldest_protocol=0), "protocol", "versions 0 to 0"),
         (replace(HELLO, target_worker_id="decode-1"), "identity", "decode-1/1 is wanted, this is decode-0/1"),
         (replace(HELLO, target_incarnation="0"), "identity", "decode-0/0 is wanted"),
@@ -277,22 +277,15 @@ def test_a_refusal_does_not_overtake_what_was_adopted_before_it(decode: DecodeSi
     pool.fill(seed=1)
     assert pool.fd is not None
     decode.expect("t", [5, 6])
-    good = Block(
-        ticket_id="t",
-        incarnation="1",
-        ordinal=0,
-        slot=5,
-        generation=1,
-        hash=block_hash(0),
-        digest=digest(pool.block(0)),
-        offset=0,
-        length=LAYOUT.block_bytes,
-    )
+    (digest,) = PythonBlockCopier().digests([pool.block(0)])
+    good = BlockEntry(0, 5, 1, block_hash(0), digest, 0)
+    wrong = good._replace(ordinal=1)
+    group = Blocks(ticket_id="t", incarnation="1", entries=(good, wrong), length=LAYOUT.block_bytes)
     with dial(decode, "shm") as sock:
         connection = FrameSocket(sock, WAIT_S)
         connection.send_with_fd(encode(replace(HELLO, transport="shm")), pool.fd)
         assert isinstance(connection.receive(), Welcome)
-        connection.send(encode(good) + encode(replace(good, ordinal=1)))
+        connection.send(encode(group))
 
         assert connection.receive() == Ack(ticket_id="t", ordinals=(0,))
         refusal = connection.receive()

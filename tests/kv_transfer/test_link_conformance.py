@@ -18,7 +18,7 @@ from kv_links import (
     same_bytes,
     ticket,
 )
-from kv_wire import Wire
+from kv_wire import Wire, with_entry
 
 from engine.errors import (
     DigestMismatch,
@@ -28,7 +28,7 @@ from engine.errors import (
     StaleTicket,
     TransferError,
 )
-from kv_transfer.frames import Block, Frame
+from kv_transfer.frames import Blocks, Frame
 
 BLOCK_BYTES = 32 * 1024
 
@@ -99,19 +99,19 @@ def test_several_requests_share_one_link(wire: Wire) -> None:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda block: replace(block, digest=bytes(16)), DigestMismatch),
-        (lambda block: replace(block, generation=block.generation + 1), SlotMismatch),
-        (lambda block: replace(block, slot=30), SlotMismatch),
-        (lambda block: replace(block, ordinal=7), SlotMismatch),
-        (lambda block: replace(block, hash=block_hash(9)), HashMismatch),
-        (lambda block: replace(block, incarnation="0"), StaleTicket),
+        (lambda frame: with_entry(frame, digest=bytes(16)), DigestMismatch),
+        (lambda frame: with_entry(frame, generation=2), SlotMismatch),
+        (lambda frame: with_entry(frame, slot=30), SlotMismatch),
+        (lambda frame: with_entry(frame, ordinal=7), SlotMismatch),
+        (lambda frame: with_entry(frame, hash=block_hash(9)), HashMismatch),
+        (lambda frame: replace(frame, incarnation="0"), StaleTicket),
     ],
     ids=["digest", "generation", "slot", "ordinal", "hash", "incarnation"],
 )
 def test_a_block_that_is_not_what_was_agreed_is_refused_and_the_link_lives_on(
-    wire: Wire, change: Callable[[Block], Block], error: type[TransferError]
+    wire: Wire, change: Callable[[Blocks], Blocks], error: type[TransferError]
 ) -> None:
-    wire.change_block(change)
+    wire.change_blocks(change)
     wire.begin("bad", [5])
     wire.begin("good", [6, 7])
     wire.send("bad", [0])
@@ -126,7 +126,7 @@ def test_a_block_that_is_not_what_was_agreed_is_refused_and_the_link_lives_on(
         assert wire.prefill.listener.next() == Failed("bad", RequestCancelled)
     assert wire.decode.table.missing("bad") == (0,)
 
-    wire.change_block(lambda block: block)
+    wire.change_blocks(lambda frame: frame)
     wire.send("good", [0, 1])
     wire.prefill.sender.finish("good")
     assert isinstance(wire.prefill.listener.next(), Done)
@@ -135,9 +135,37 @@ def test_a_block_that_is_not_what_was_agreed_is_refused_and_the_link_lives_on(
     assert wire.decode.receiver.stats().blocks_refused == {error.__name__: 1}
 
 
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda frame: with_entry(frame, 1, digest=bytes(16)), DigestMismatch),
+        (lambda frame: with_entry(frame, 1, generation=2), SlotMismatch),
+    ],
+    ids=["after the copy", "before the copy"],
+)
+def test_a_wrong_block_of_a_group_is_refused_and_its_neighbours_are_adopted(
+    wire: Wire, change: Callable[[Blocks], Blocks], error: type[TransferError]
+) -> None:
+    wire.change_blocks(change)
+    wire.begin("t", [5, 6, 7])
+    wire.send("t", [0, 1, 2])
+
+    events = [wire.decode.listener.next() for _ in range(3)]
+
+    assert events == [
+        Adopted("t", 0, BLOCK_BYTES, wire.transport),
+        BlockRefused("t", 1, error),
+        Adopted("t", 2, BLOCK_BYTES, wire.transport),
+    ]
+    assert wire.prefill.listener.next() == Failed("t", error)
+    assert wire.decode.table.missing("t") == (1,)
+    assert same_bytes(wire.prefill.pool, 0, wire.decode.pool, 5)
+    assert same_bytes(wire.prefill.pool, 2, wire.decode.pool, 7)
+
+
 def test_a_flipped_bit_is_found_and_nothing_is_adopted(wire: Wire) -> None:
     def flip(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
-        if isinstance(frame, Block):
+        if isinstance(frame, Blocks):
             if payload:
                 return [encoded, payload[:1000], bytes([payload[1000] ^ 1]), payload[1001:]]
             wire.prefill.pool.block(0)[1000] ^= 1
@@ -158,7 +186,7 @@ def test_a_source_block_that_is_reused_before_the_copy_is_never_adopted(wire: Wi
     gate = Gate()
 
     def hold_block(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
-        if isinstance(frame, Block):
+        if isinstance(frame, Blocks):
             gate.hold()
         return [encoded]
 
@@ -177,7 +205,7 @@ def test_a_source_block_that_is_reused_before_the_copy_is_never_adopted(wire: Wi
 
 def test_a_frame_that_comes_twice_is_adopted_once(wire: Wire) -> None:
     def twice(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
-        copies = 2 if isinstance(frame, Block) else 1
+        copies = 2 if isinstance(frame, Blocks) else 1
         return [encoded + payload] * copies
 
     wire.proxy.to_receiver = twice

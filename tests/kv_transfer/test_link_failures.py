@@ -27,7 +27,7 @@ from kv_links import (
     prefill_side,
     ticket,
 )
-from kv_wire import Wire
+from kv_wire import Wire, with_entry
 
 from engine.errors import (
     DeadlineExceeded,
@@ -37,7 +37,8 @@ from engine.errors import (
     SlotMismatch,
     StaleTicket,
 )
-from kv_transfer.frames import Abort, Ack, Block, Finish, Frame, Renew, encode
+from kv_transfer import receiver_link
+from kv_transfer.frames import Abort, Ack, Blocks, Finish, Frame, Renew, encode
 
 BLOCK_BYTES = 32 * 1024
 
@@ -83,28 +84,31 @@ def test_a_receiver_that_stops_reading_is_given_up_by_the_deadline(transport: st
         ("tcp", "before the frame"),
         ("tcp", "inside the frame"),
         ("tcp", "inside the payload"),
+        ("tcp", "between two payloads"),
     ],
     indirect=["wire"],
 )
 def test_a_sender_that_dies_in_the_middle_loses_its_tickets_and_no_others(wire: Wire, cut: str) -> None:
     def die(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
-        if not isinstance(frame, Block) or frame.ordinal != 1:
+        if not isinstance(frame, Blocks) or frame.entries[0].ordinal != 1:
             return [encoded + payload]
         kept = {
             "before the frame": b"",
             "inside the frame": encoded[:20],
             "inside the payload": encoded + payload[:9999],
+            "between two payloads": encoded + payload[:BLOCK_BYTES],
         }
         return [kept[cut], None]
 
     wire.decode.expect("somebody else's", [20])
     wire.proxy.to_receiver = die
-    wire.begin("t", [5, 6])
-    wire.send("t", [0, 1])
-
+    wire.begin("t", [5, 6, 7])
+    wire.send("t", [0])
     assert wire.decode.listener.next() == Adopted("t", 0, BLOCK_BYTES, wire.transport)
+    wire.send("t", [1, 2])
+
     assert wire.decode.listener.next() == Lost(frozenset(["t"]), LinkClosed)
-    assert wire.decode.table.missing("t") == (1,)
+    assert wire.decode.table.missing("t") == (1, 2)
     assert wire.decode.table.close("t") == frozenset()
     assert wire.prefill.listener.next() == Failed("t", LinkClosed)
     assert wire.decode.table.missing("somebody else's") == (0,)
@@ -233,7 +237,7 @@ def test_a_late_block_leaves_a_slot_alone_that_has_a_new_ticket(wire: Wire) -> N
     gate = Gate()
 
     def hold_block(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
-        if isinstance(frame, Block) and frame.ticket_id == "old":
+        if isinstance(frame, Blocks) and frame.ticket_id == "old":
             gate.hold()
         return [encoded + payload]
 
@@ -311,16 +315,16 @@ def test_a_frame_that_only_a_receiver_may_send_ends_the_link(wire: Wire) -> None
 @pytest.mark.parametrize(
     "change",
     [
-        lambda block: replace(block, length=block.length - 1),
-        lambda block: replace(block, length=2**32 - 1),
-        lambda block: replace(block, offset=32 * BLOCK_BYTES if block.offset is not None else 0),
-        lambda block: replace(block, offset=2**63),
-        lambda block: replace(block, offset=1),
+        lambda frame: replace(frame, length=frame.length - 1),
+        lambda frame: replace(frame, length=2**32 - 1),
+        lambda frame: with_entry(frame, offset=32 * BLOCK_BYTES if frame.entries[0].offset is not None else 0),
+        lambda frame: with_entry(frame, offset=2**63),
+        lambda frame: with_entry(frame, offset=1),
     ],
     ids=["short", "huge", "behind the pool", "far away", "between blocks"],
 )
-def test_a_block_frame_that_is_impossible_ends_the_link(wire: Wire, change: Callable[[Block], Block]) -> None:
-    wire.change_block(change)
+def test_a_block_frame_that_is_impossible_ends_the_link(wire: Wire, change: Callable[[Blocks], Blocks]) -> None:
+    wire.change_blocks(change)
     wire.begin("t", [5])
     wire.send("t", [0])
 
@@ -332,7 +336,7 @@ def test_a_block_frame_that_is_impossible_ends_the_link(wire: Wire, change: Call
 
 def test_frames_about_tickets_that_never_were_are_counted_and_harmless(wire: Wire) -> None:
     def chatter(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
-        if isinstance(frame, Block):
+        if isinstance(frame, Blocks):
             noise = encode(Finish(ticket_id="ghost", count=1)) + encode(Abort(ticket_id="ghost"))
             return [noise + encode(Renew(ticket_ids=("ghost",))) + encoded + payload]
         return [encoded]
@@ -345,3 +349,16 @@ def test_frames_about_tickets_that_never_were_are_counted_and_harmless(wire: Wir
     assert isinstance(wire.prefill.listener.next(), Done)
     assert wire.decode.receiver.stats().frames_ignored == 3
     assert wire.prefill.sender.stats().answers_ignored == 1
+
+
+def test_a_group_of_more_bytes_than_allowed_ends_the_link(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_link, "MAX_GROUP_BYTES", 2 * BLOCK_BYTES)
+    wire.begin("t", [5, 6, 7])
+    wire.send("t", [0, 1])
+    assert isinstance(wire.decode.listener.next(), Adopted)
+    assert isinstance(wire.decode.listener.next(), Adopted)
+    wire.begin("large", [8, 9, 10])
+    wire.send("large", [0, 1, 2])
+
+    assert wire.decode.listener.next() == Lost(frozenset(["t", "large"]), ProtocolError)
+    assert wire.untouched(8)

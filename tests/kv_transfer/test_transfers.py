@@ -18,12 +18,13 @@ from engine.errors import (
     SlotMismatch,
     StaleTicket,
 )
-from kv_transfer.frames import Abort, Finish, Frame, Renew
+from kv_transfer.frames import MAX_GROUP_BLOCKS, Abort, Finish, Frame, Renew
 from kv_transfer.link import LinkSettings
-from kv_transfer.transfers import OutgoingTransfers, SendBlock
+from kv_transfer.transfers import OutgoingTransfers, SendBlocks
 
 BLOCK = 100
 SETTINGS = LinkSettings(progress_timeout_s=5.0, max_unacked_bytes=3 * BLOCK)
+"""So small a budget that a group is one block."""
 
 
 @pytest.fixture
@@ -35,18 +36,18 @@ def begin(link: OutgoingTransfers, name: str, ordinals: Sequence[int], deadline:
     link.open(f"r-{name}", ticket(name, b"", {ordinal: ordinal for ordinal in ordinals}), deadline, now=0.0)
 
 
-def take(link: OutgoingTransfers, now: float = 0.0) -> list[SendBlock | Frame]:
+def take(link: OutgoingTransfers, now: float = 0.0) -> list[SendBlocks | Frame]:
     """Everything that the link sends at `now`."""
-    steps: list[SendBlock | Frame] = []
+    steps: list[SendBlocks | Frame] = []
     while (step := link.next_step(now)) is not None:
         steps.append(step)
-        if isinstance(step, SendBlock):
+        if isinstance(step, SendBlocks):
             link.sent(step)
     return steps
 
 
-def blocks(steps: Sequence[SendBlock | Frame]) -> list[tuple[str, int]]:
-    return [(step.ticket_id, step.block.ordinal) for step in steps if isinstance(step, SendBlock)]
+def blocks(steps: Sequence[SendBlocks | Frame]) -> list[tuple[str, int]]:
+    return [(step.ticket_id, block.ordinal) for step in steps if isinstance(step, SendBlocks) for block in step.blocks]
 
 
 def outcomes(link: OutgoingTransfers) -> list[tuple[str, type[EngineError] | None]]:
@@ -61,7 +62,7 @@ def test_a_ticket_is_announced_before_its_first_block(link: OutgoingTransfers) -
     link.send("r-a", outgoing([0]))
 
     assert isinstance(link.next_step(0.0), Renew)
-    assert isinstance(link.next_step(0.0), SendBlock)
+    assert isinstance(link.next_step(0.0), SendBlocks)
 
 
 def test_only_what_the_ticket_asks_for_is_sent_and_each_block_once(link: OutgoingTransfers) -> None:
@@ -79,6 +80,41 @@ def test_requests_take_turns(link: OutgoingTransfers) -> None:
     link.send("r-b", outgoing([0]))
 
     assert blocks(take(link)) == [("a", 0), ("b", 0), ("a", 1)]
+
+
+def test_a_group_is_what_is_there_up_to_a_quarter_of_the_budget() -> None:
+    link = OutgoingTransfers(BLOCK, LinkSettings(max_unacked_bytes=16 * BLOCK))
+    begin(link, "a", range(10))
+    link.send("r-a", outgoing([0]))
+    link.send("r-a", outgoing([1]))
+    first = [step for step in take(link) if isinstance(step, SendBlocks)]
+    link.send("r-a", outgoing(range(2, 10)))
+    then = [step for step in take(link) if isinstance(step, SendBlocks)]
+
+    assert [len(step.blocks) for step in first] == [2]
+    assert [len(step.blocks) for step in then] == [4, 4]
+    assert blocks([*first, *then]) == [("a", ordinal) for ordinal in range(10)]
+
+
+def test_a_group_goes_to_the_places_that_the_ticket_names_and_fits_a_frame() -> None:
+    link = OutgoingTransfers(1, LinkSettings())
+    link.open("r", ticket("t", b"", {n: 500 - n for n in range(300)}, generation=7), deadline=9.0, now=0.0)
+    link.send("r", outgoing(range(300)))
+
+    groups = [step for step in take(link) if isinstance(step, SendBlocks)]
+
+    assert [len(group.blocks) for group in groups] == [MAX_GROUP_BLOCKS, MAX_GROUP_BLOCKS, 300 - 2 * MAX_GROUP_BLOCKS]
+    assert [place for group in groups for place in group.places] == [(500 - n, 7) for n in range(300)]
+
+
+def test_a_group_takes_no_more_than_what_is_left_of_the_budget() -> None:
+    link = OutgoingTransfers(BLOCK, LinkSettings(max_unacked_bytes=18 * BLOCK))
+    begin(link, "a", range(30))
+    link.send("r-a", outgoing(range(30)))
+
+    groups = [step for step in take(link) if isinstance(step, SendBlocks)]
+
+    assert [len(group.blocks) for group in groups] == [4, 4, 4, 4, 2]
 
 
 def test_bytes_in_flight_keep_to_the_budget(link: OutgoingTransfers) -> None:
@@ -149,7 +185,7 @@ def test_an_aborted_transfer_ends_after_the_block_that_is_in_hand(link: Outgoing
     link.send("r-a", outgoing([0, 1]))
     assert isinstance(link.next_step(0.0), Renew)
     in_hand = link.next_step(0.0)
-    assert isinstance(in_hand, SendBlock)
+    assert isinstance(in_hand, SendBlocks)
 
     link.abort("r-a")
     assert outcomes(link) == []

@@ -19,7 +19,7 @@ from hashlib import sha256
 from engine.errors import EngineError, LinkClosed, ProtocolError, TransferError
 from engine.kv_layout import KvLayout
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import Block, Frame, encode
+from kv_transfer.frames import Block, Blocks, Frame, encode
 from kv_transfer.identity import LinkEndpoint, PeerIdentity
 from kv_transfer.link import LinkSettings
 from kv_transfer.pool import KvPool
@@ -259,6 +259,13 @@ def pass_on(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
     return [encoded + payload]
 
 
+def payload_bytes(frame: Frame) -> int:
+    """That follow `frame` in the stream."""
+    if isinstance(frame, Block):
+        frame = frame.grouped()
+    return sum(frame.length for entry in frame.entries if entry.offset is None) if isinstance(frame, Blocks) else 0
+
+
 class Gate:
     """Holds a thread where it is until the test lets it go on."""
 
@@ -342,11 +349,9 @@ class FaultProxy:
             else:
                 target.sendall(encode(first))
             while (frame := source.receive()) is not None:
-                payload = b""
-                if isinstance(frame, Block) and frame.offset is None:
-                    received = bytearray(frame.length)
-                    source.receive_into(memoryview(received))
-                    payload = bytes(received)
+                received = bytearray(payload_bytes(frame))
+                source.receive_into(memoryview(received))
+                payload = bytes(received)
                 hook = self.to_receiver if to_receiver else self.to_sender
                 for piece in hook(frame, encode(frame), payload):
                     if piece is None:

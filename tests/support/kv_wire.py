@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kv_links import (
     DecodeSide,
@@ -21,7 +22,14 @@ from kv_links import (
     ticket,
 )
 
-from kv_transfer.frames import Block, Frame, encode
+from kv_transfer.frames import Blocks, Frame, encode
+
+
+def with_entry(frame: Blocks, at: int = 0, **fields: Any) -> Blocks:
+    """`frame` with other fields in one of its blocks."""
+    entries = list(frame.entries)
+    entries[at] = entries[at]._replace(**fields)
+    return replace(frame, entries=tuple(entries))
 
 
 @dataclass
@@ -48,11 +56,11 @@ class Wire:
             for ordinal, slot in enumerate(slots)
         )
 
-    def change_block(self, change: Callable[[Block], Block], ordinal: int = 0) -> None:
-        """Forge the frame of one block on its way."""
+    def change_blocks(self, change: Callable[[Blocks], Blocks]) -> None:
+        """Forge the frames of blocks on their way."""
 
         def hook(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
-            if isinstance(frame, Block) and frame.ordinal == ordinal:
+            if isinstance(frame, Blocks):
                 return [encode(change(frame)) + payload]
             return [encoded + payload]
 

@@ -13,9 +13,13 @@ The rule, complete enough to write a second implementation from (`tests/data/rou
 
 taken at every block boundary: of the first block_size, 2 x block_size, ... tokens. Tokens after the last full block
 have no key.
+
+Where many are kept or sent, the *short* key does: the first 60 bits, as a number; on the wire a little-endian u64.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import xxhash
 
@@ -24,10 +28,16 @@ from engine.errors import InternalError
 
 KEY_BYTES = 16
 MAX_SEED = 2**64 - 1
+SHORT_BITS = 60
+"""Two digits of a Python int: 32 bytes in memory, where 61 to 64 bits would take 48."""
+SHORT_BYTES = 8
+_DROPPED_BITS = 8 * KEY_BYTES - SHORT_BITS
 
 
 class RoutingKeys:
     """The keys of one prompt at its block boundaries, worked out when they are asked for."""
+
+    __slots__ = ("_bytes", "_num_blocks", "_scope", "_seed", "_start", "_step")
 
     def __init__(self, seed: int, scope: bytes, token_ids: bytes, block_size: int) -> None:
         """`token_ids` as `engine.block_hash.pack_tokens` makes them; `seed` is in [0, 2^64)."""
@@ -49,11 +59,24 @@ class RoutingKeys:
             raise InternalError(f"a prefix of {num_blocks} blocks has no key: the prompt has {self._num_blocks}")
         return xxhash.xxh3_128_digest(self._bytes[: self._start + num_blocks * self._step], self._seed)
 
+    def prober(self) -> Callable[[int], int]:
+        """From a number of blocks, 1 to `len(self)` (not checked: it is called in the innermost loop), to the short
+        form of `key`."""
+        data, start, step, seed, digest = self._bytes, self._start, self._step, self._seed, xxhash.xxh3_128_intdigest
+        return lambda num_blocks: digest(data[: start + num_blocks * step], seed) >> _DROPPED_BITS
+
     def all(self) -> list[bytes]:
         """Of every boundary, in order. One pass over the prompt."""
         running = RunningRoutingKey(self._seed, self._scope)
-        end = self._start + self._num_blocks * self._step
-        return [running.extend(self._bytes[i : i + self._step]) for i in range(self._start, end, self._step)]
+        return [running.extend(self._bytes[i : i + self._step]) for i in self._block_starts()]
+
+    def all_short(self) -> list[int]:
+        """The short form of `all()`."""
+        running = RunningRoutingKey(self._seed, self._scope)
+        return [running.extend_short(self._bytes[i : i + self._step]) for i in self._block_starts()]
+
+    def _block_starts(self) -> range:
+        return range(self._start, self._start + self._num_blocks * self._step, self._step)
 
 
 class RunningRoutingKey:
@@ -67,6 +90,11 @@ class RunningRoutingKey:
         """Key of the prefix that ends with these tokens: one full block, packed, or several."""
         self._state.update(token_ids)
         return self._state.digest()
+
+    def extend_short(self, token_ids: bytes | memoryview) -> int:
+        """The short form of `extend`."""
+        self._state.update(token_ids)
+        return self._state.intdigest() >> _DROPPED_BITS
 
 
 def _preamble(scope: bytes) -> bytes:

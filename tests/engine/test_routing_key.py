@@ -105,3 +105,12 @@ def test_a_seed_has_64_bits(seed: int) -> None:
         RoutingKeys(seed, b"", b"", 16)
     with pytest.raises(InternalError, match="seed"):
         RunningRoutingKey(seed, b"")
+
+
+@BY_NAME
+def test_short_keys_are_the_first_60_bits(vector: dict[str, Any]) -> None:
+    keys = keys_of(vector)
+    probe = keys.prober()
+    expected = [int(key[:15], 16) for key in vector["keys"]]
+    assert keys.all_short() == expected
+    assert [probe(n) for n in range(1, len(keys) + 1)] == expected

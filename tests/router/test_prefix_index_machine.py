@@ -1,0 +1,99 @@
+"""The prefix index against a set of paths for each worker, over any order of calls."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from key_trees import Path, PathKeys, key_of, keys_of, prefixes
+
+from router.prefix_index import NUM_SHARDS, PrefixIndex
+
+SPECULATION_S = 10.0
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
+
+
+class PrefixIndexMachine(RuleBasedStateMachine):
+    workers = Bundle("workers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(8 << 20, SPECULATION_S)
+        self.held: dict[int, set[Path]] = {}
+        self.dispatched: dict[int, list[tuple[float, Path]]] = {}
+        self.now = 0.0
+
+    @initialize(target=workers)
+    def begin(self) -> object:
+        return multiple(self.add(), self.add())
+
+    @rule(target=workers)
+    def add(self) -> int:
+        slot = self.index.add_worker()
+        assert slot not in self.held, "two workers share a slot"
+        self.held[slot], self.dispatched[slot] = set(), []
+        return slot
+
+    @rule(slot=consumes(workers))
+    def drop(self, slot: int) -> None:
+        self.index.drop_worker(slot)
+        del self.held[slot], self.dispatched[slot]
+
+    @rule(slot=workers, path=PATHS)
+    def store(self, slot: int, path: Path) -> None:
+        new = [prefix for prefix in prefixes(path) if prefix not in self.held[slot]]
+        assert self.index.store(slot, keys_of(prefixes(path))) == len(new)
+        self.held[slot].update(new)
+
+    @rule(slot=workers, path=PATHS)
+    def remove(self, slot: int, path: Path) -> None:
+        gone = [held for held in self.held[slot] if held[: len(path)] == path]
+        assert self.index.remove(slot, keys_of(gone)) == len(gone)
+        self.held[slot].difference_update(gone)
+
+    @rule(slot=workers, path=PATHS)
+    def speculate(self, slot: int, path: Path) -> None:
+        self.index.speculate(slot, keys_of(prefixes(path)), self.now)
+        self.dispatched[slot].append((self.now, path))
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 25.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(times=st.sampled_from([1, NUM_SHARDS]))
+    def maintain(self, times: int) -> None:
+        for _ in range(times):
+            self.index.maintain()
+
+    @rule(path=PATHS)
+    def lookup(self, path: Path) -> None:
+        found: dict[int, int] = {}
+        matches = self.index.lookup(PathKeys(path), self.now)
+        depths = [match.num_blocks for match in matches]
+        assert depths == sorted(set(depths), reverse=True)
+        for match in matches:
+            for slot in range(match.slots.bit_length()):
+                if match.slots >> slot & 1:
+                    assert slot not in found, "a worker is told twice"
+                    found[slot] = match.num_blocks
+        for slot in self.held:
+            at_least = self.depth(slot, path, SPECULATION_S)
+            assert at_least <= found.pop(slot, 0) <= self.depth(slot, path, 2 * SPECULATION_S)
+        assert not found, "a worker that is gone is told"
+
+    def depth(self, slot: int, path: Path, max_age: float) -> int:
+        fresh = (sent for at, sent in self.dispatched[slot] if self.now - at < max_age)
+        there = self.held[slot].union(*map(prefixes, fresh))
+        return next((n for n in range(len(path), 0, -1) if path[:n] in there), 0)
+
+    @invariant()
+    def holds(self) -> None:
+        for slot, held in self.held.items():
+            assert sorted(self.index.resident(slot)) == sorted(map(key_of, held))
+
+    def teardown(self) -> None:
+        self.index.check_integrity()
+
+
+TestPrefixIndexMachine = PrefixIndexMachine.TestCase
+TestPrefixIndexMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -16,7 +17,7 @@ from fakes import expected_output
 from one_process_cluster import OneProcessCluster
 
 from kv_transfer import sender
-from kv_transfer.digest import digest
+from kv_transfer.digest import PythonBlockCopier
 
 PROMPT = [(7 * i + 3) % 500 for i in range(100)]
 BLOCKS = 13
@@ -178,11 +179,11 @@ async def test_a_corrupted_block_is_refused_and_computed_again(
 ) -> None:
     number = itertools.count()
 
-    def corrupting(data: memoryview) -> bytes:
-        right = digest(data)
-        return bytes(16) if next(number) == corrupt_at else right
+    class CorruptingCopier(PythonBlockCopier):
+        def digests(self, blocks: Sequence[memoryview]) -> list[bytes]:
+            return [bytes(16) if next(number) == corrupt_at else right for right in super().digests(blocks)]
 
-    monkeypatch.setattr(sender, "digest", corrupting)
+    monkeypatch.setattr(sender, "PythonBlockCopier", CorruptingCopier)
     async with OneProcessCluster(tmp_path) as cluster:
         generation = await cluster.generate(PROMPT, 20)
 

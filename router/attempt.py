@@ -52,9 +52,12 @@ class Attempt:
             self._note(lane, message)
 
     def check_decode(self) -> None:
-        """Raise `AttemptFailed` if the decode worker is done with a request that is not."""
+        """Raise `AttemptFailed` if the decode worker is done with a request that is not.
+
+        Not before its outputs were taken: the last one of them may end the request.
+        """
         closed = self.decode_closed
-        if closed is None:
+        if closed is None or self.outputs:
             return
         worker_id = self.decode.worker.worker_id
         if closed.error is None:

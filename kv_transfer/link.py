@@ -50,6 +50,8 @@ class LinkSettings:
     """In flight on one link. Too low: the link idles between blocks. A single larger block is sent alone."""
     max_links: int = 256
     """That one receiver serves at once, handshakes included."""
+    connection: Callable[[socket.socket, float], FrameSocket] = FrameSocket
+    """Makes a link's connection of a connected socket and a time-out. Fault injection brings its own (faults.py)."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -159,7 +161,7 @@ def connect(
         except OSError as error:
             failure = LinkClosed(f"connecting for {transport} failed: {error.strerror or error}")
             continue
-        connection = FrameSocket(sock, settings.handshake_timeout_s)
+        connection = settings.connection(sock, settings.handshake_timeout_s)
         opened(connection)
         try:
             protocol = _introduce(connection, identity, target, pool, transport)

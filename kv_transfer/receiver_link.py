@@ -12,7 +12,6 @@ from typing import Protocol
 
 from engine.errors import DigestMismatch, LinkClosed, ProtocolError, StaleTicket, TransferError
 from kv_transfer.digest import BlockCopier
-from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import (
     GROUPS_PROTOCOL_VERSION,
     MAX_GROUP_BYTES,
@@ -80,7 +79,7 @@ class ReceiverLink:
 
     def __init__(self, receiver: Receiver, sock: socket.socket) -> None:
         self._receiver = receiver
-        self._connection = FrameSocket(sock, receiver.settings.handshake_timeout_s)
+        self._connection = receiver.settings.connection(sock, receiver.settings.handshake_timeout_s)
         self._table = receiver.table
         self._listener = receiver.listener
         self._counters = receiver.counters

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kv_links import (
+    SETTINGS,
     DecodeSide,
     FaultProxy,
+    MemoryPool,
     Pieces,
     PrefillSide,
     decode_side,
@@ -23,6 +25,7 @@ from kv_links import (
 )
 
 from kv_transfer.frames import Blocks, Frame, encode
+from kv_transfer.link import LinkSettings
 
 
 def with_entry(frame: Blocks, at: int = 0, **fields: Any) -> Blocks:
@@ -71,7 +74,12 @@ class Wire:
 
 
 @contextmanager
-def open_wire(transport: str) -> Iterator[Wire]:
-    with decode_side() as decode, prefill_side() as prefill:
+def open_wire(
+    transport: str,
+    prefill_settings: LinkSettings = SETTINGS,
+    decode_settings: LinkSettings = SETTINGS,
+    source: MemoryPool | None = None,
+) -> Iterator[Wire]:
+    with decode_side(decode_settings) as decode, prefill_side(prefill_settings, source) as prefill:
         with fault_proxy(decode.receiver.endpoint(), transport) as proxy:
             yield Wire(transport, prefill, decode, proxy)

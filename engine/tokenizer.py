@@ -92,12 +92,26 @@ class Tokenizer:
         """Ids of what `render_chat` gave."""
         return self._encode(text, field="messages", add_special_tokens=False)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids` without special tokens. Ids outside the vocabulary give no text.
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`. Ids outside the vocabulary give no text.
 
         Bytes that are no UTF-8 become U+FFFD.
         """
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one vocabulary entry stands for: perhaps half a character, of a special token its name.
+
+        Empty outside the vocabulary.
+        """
+        entry = self._backend.id_to_token(token_id)
+        if entry is None:
+            return b""
+        if _is_byte(entry):
+            return bytes([int(entry[3:5], 16)])
+        if self._bytes_of_char is not None and token_id not in self._special_ids:
+            return _ByteLevelDecoder(self._bytes_of_char).bytes_of(entry)
+        return str(entry).replace("\u2581", " ").encode()  # SentencePiece's space
 
     def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
         if not text.isascii():
@@ -148,14 +162,16 @@ class _ByteLevelDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int, entry: str) -> str:
-        try:
-            data = bytes([self._bytes_of_char[char] for char in entry])
-        except KeyError:  # an added token: its entry is its text
-            data = entry.encode()
-        return self._utf8.decode(data)
+        return self._utf8.decode(self.bytes_of(entry))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+    def bytes_of(self, entry: str) -> bytes:
+        try:
+            return bytes([self._bytes_of_char[char] for char in entry])
+        except KeyError:  # an added token: its entry is its text
+            return entry.encode()
 
 
 class _WindowDecoder:

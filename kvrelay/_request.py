@@ -190,7 +190,7 @@ def _sampling_value(name: str, value: Any) -> Any:
     if name == "stop":
         return _stop_strings(value)
     if name == "stop_token_ids":
-        return _token_ids(name, value)
+        return check_token_ids(name, value)
     return value
 
 
@@ -201,7 +201,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+def check_token_ids(name: str, value: Any) -> tuple[int, ...]:
     whole = isinstance(value, Sequence) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in value)
     if not whole:
         raise RequestError(name, f"must be a list of integers, got {value!r}")

@@ -39,9 +39,13 @@ def one_at_a_time(emit: Emit) -> Emit:
 
 async def all_or_none(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run all at once. The first error ends the others, and is raised as it is."""
+    first, *others = works
+    if not others:
+        await first
+        return
     try:
         async with asyncio.TaskGroup() as tasks:
-            for work in works:
+            for work in (first, *others):
                 tasks.create_task(work)
     except BaseExceptionGroup as group:
         ours = [error for error in group.exceptions if isinstance(error, EngineError)]

@@ -17,7 +17,9 @@ class RouterConfig:
     """What clients call the model."""
     host: str = "127.0.0.1"
     port: int = 0
-    """0 takes a free one."""
+    """For gRPC; 0 takes a free one."""
+    http_port: int | None = None
+    """None: the one after `port`, or a free one if that is 0, which 0 takes as well."""
     router_id: str = "router"
     workers: tuple[str, ...] = ()
     """Addresses (HOST:PORT) of the workers known at start; `RouterServer.set_workers` replaces them."""
@@ -63,6 +65,8 @@ class RouterConfig:
 
     max_request_bytes: int = 8 * MIB
     """Of a client's message."""
+    body_timeout_s: float = 30.0
+    """For the body of an HTTP request to arrive."""
     max_prompt_bytes: int = MIB
     """Of a prompt's text, or of all texts of a chat; more is refused before it is tokenized, and so is less that cannot
     have as few tokens as the model takes."""
@@ -73,14 +77,21 @@ class RouterConfig:
     """Pings on client connections, so that a client that vanished without a word is noticed."""
 
     def __post_init__(self) -> None:
-        if not self.model_name:
-            raise ConfigError("model_name must not be empty")
-        if not self.router_id:
-            raise ConfigError("router_id must not be empty")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        for name in ("model_name", "router_id"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} must not be empty")
+        for name in ("port", "http_port"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < 65536:
+                raise ConfigError(f"{name} must be in [0, 65535], got {getattr(self, name)}")
         if self.local_prefill_max_tokens < 0:
             raise ConfigError(f"local_prefill_max_tokens must be at least 0, got {self.local_prefill_max_tokens}")
+        if self.reconnect_max_s < self.reconnect_min_s:
+            raise ConfigError(f"reconnect_max_s {self.reconnect_max_s} is below reconnect_min_s {self.reconnect_min_s}")
+        if len(set(self.workers)) != len(self.workers):
+            raise ConfigError(f"workers names an address twice: {', '.join(self.workers)}")
+        self._check_amounts()
+
+    def _check_amounts(self) -> None:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -90,10 +101,6 @@ class RouterConfig:
         for name in ("reserve_share", "prefill_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be in (0, 1], got {getattr(self, name)}")
-        if self.reconnect_max_s < self.reconnect_min_s:
-            raise ConfigError(f"reconnect_max_s {self.reconnect_max_s} is below reconnect_min_s {self.reconnect_min_s}")
-        if len(set(self.workers)) != len(self.workers):
-            raise ConfigError(f"workers names an address twice: {', '.join(self.workers)}")
 
 
 _COUNTS = (
@@ -119,4 +126,5 @@ _SECONDS = (
     "silence_s",
     "reconnect_min_s",
     "keepalive_s",
+    "body_timeout_s",
 )

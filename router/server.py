@@ -15,7 +15,11 @@ from engine.errors import ConfigError
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.front_door import FrontDoor
+from router.http.routes import Routes
+from router.http.server import HttpServer
 from router.malformed import RefuseMalformed
+from router.metrics import RouterMetrics
 from router.registry import Registry
 from router.served_model import ServedModel, load_served_model
 from router.service import AdminService, RouterService
@@ -25,7 +29,7 @@ ROUTER_SERVICE, ADMIN_SERVICE = (service.full_name for service in SERVICES)
 
 
 class RouterServer:
-    """Serves Router, Admin, health and reflection on one port.
+    """Serves Router, Admin, health and reflection on one port, and HTTP on another.
 
     Health is SERVING exactly while at least one decode worker is ready.
     """
@@ -36,6 +40,9 @@ class RouterServer:
         self._model = model
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._http: HttpServer | None = None
+        self.http_address = ""
+        """HOST:PORT once it was started."""
         self._health_task: asyncio.Task[None] | None = None
         self._registry: Registry | None = None
         self._dispatcher: Dispatcher | None = None
@@ -51,7 +58,7 @@ class RouterServer:
         return self._dispatcher
 
     async def start(self) -> str:
-        """Serve; returns HOST:PORT. Workers are connected in the background.
+        """Serve; returns HOST:PORT of gRPC. Workers are connected in the background.
 
         Raises `ModelError`, or `ConfigError` naming the port if it is taken; nothing stays open then.
         """
@@ -60,8 +67,10 @@ class RouterServer:
             model = await asyncio.to_thread(load_served_model, Path(self._config.model_path), self._config.model_name)
         registry = Registry(self._config, model.fingerprint)
         dispatcher = Dispatcher(self._config, model, registry)
+        metrics = RouterMetrics(dispatcher.admission, registry)
+        front = FrontDoor(self._config, dispatcher, metrics)
         server = grpc.aio.server(interceptors=[RefuseMalformed(SERVICES)], options=self._options())
-        router_pb2_grpc.add_RouterServicer_to_server(RouterService(self._config, model, dispatcher), server)
+        router_pb2_grpc.add_RouterServicer_to_server(RouterService(self._config, model, front), server)
         router_pb2_grpc.add_AdminServicer_to_server(
             AdminService(self._config, _version(), registry, dispatcher), server
         )
@@ -74,7 +83,13 @@ class RouterServer:
             port = server.add_insecure_port(wanted)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {wanted}: the port is in use, or the address not ours") from error
-        self._registry, self._dispatcher, self._server = registry, dispatcher, server
+        http = HttpServer(self._config, Routes(self._config, model, registry, front, metrics))
+        try:
+            self.http_address = await http.start(self._http_port(port))
+        except ConfigError:
+            await server.stop(0)
+            raise
+        self._registry, self._dispatcher, self._server, self._http = registry, dispatcher, server, http
         registry.add_addresses(self._config.workers)
         await self._set_health(ready=False)
         self._health_task = asyncio.create_task(self._follow_readiness(), name="router health")
@@ -98,9 +113,15 @@ class RouterServer:
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
-        await server.stop(grace_s)
+        assert self._http is not None, "both fronts are started together"
+        await asyncio.gather(server.stop(grace_s), self._http.stop(grace_s))
         self.dispatcher.close()
         await self.registry.close()
+
+    def _http_port(self, grpc_port: int) -> int:
+        if self._config.http_port is not None:
+            return self._config.http_port
+        return grpc_port + 1 if self._config.port else 0
 
     async def _follow_readiness(self) -> None:
         ready = False

@@ -7,12 +7,13 @@ from typing import Any, NoReturn
 
 import grpc
 
-from engine.errors import DeadlineExceeded, EngineError
+from engine.errors import EngineError
 from kvrelay._status import abort_arguments
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router import validate
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.front_door import FrontDoor
 from router.peer import Peer
 from router.registry import Departed, Registry
 from router.served_model import ServedModel
@@ -22,16 +23,17 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
-    def __init__(self, config: RouterConfig, model: ServedModel, dispatcher: Dispatcher) -> None:
+    def __init__(self, config: RouterConfig, model: ServedModel, front: FrontDoor) -> None:
         self._config = config
         self._model = model
-        self._dispatcher = dispatcher
+        self._front = front
+        self._dispatcher = front.dispatcher
 
     # The generated types know servicer methods that are generators. grpc.aio also takes coroutines that write: those
     # are cancelled where they wait, while a generator would be left suspended at its yield.
     async def Generate(self, request: router_pb2.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
         try:
-            await self._dispatcher.generate(request, context.write, context.time_remaining())
+            await self._front.generate(request, context.write, context.time_remaining())
         except EngineError as error:
             await self._abort(context, error)
 
@@ -41,17 +43,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: _Context) -> router_pb2.TokenizeResponse:
         try:
             validate.check_model(request.model, self._model)
-            return router_pb2.TokenizeResponse(token_ids=await self._tokenize(request, context.time_remaining()))
+            token_ids = await self._front.tokenize(request, context.time_remaining())
+            return router_pb2.TokenizeResponse(token_ids=token_ids)
         except EngineError as error:
             await self._abort(context, error)
-
-    async def _tokenize(self, request: router_pb2.TokenizeRequest, timeout_s: float | None) -> bytes:
-        timeout_s = self._config.default_timeout_s if timeout_s is None else timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._dispatcher.prompts.tokens(request, timeout_s)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the call's {timeout_s:g} s are over") from None
 
     async def Explain(self, request: router_pb2.ExplainRequest, context: _Context) -> router_pb2.ExplainResponse:
         try:

@@ -56,7 +56,7 @@ def read_params(
     """Check everything but the input, and fill in the seed."""
     check_model(message.model, model)
     params = sampling_from_proto(message.sampling)
-    _check_token_ids("stop_token_ids", params.stop_token_ids, model)
+    check_token_ids("stop_token_ids", params.stop_token_ids, model)
     return params if params.seed is not None else replace(params, seed=seed())
 
 
@@ -92,7 +92,7 @@ def check_input(message: Input, model: ServedModel, max_prompt_bytes: int) -> No
         if len(message.prompt_token_ids) >= model.max_model_len * TOKEN_BYTES:
             num_tokens = len(message.prompt_token_ids) // TOKEN_BYTES
             raise RequestError("prompt_token_ids", _too_many_tokens(model.max_model_len, f"got {num_tokens}"))
-        _check_token_ids("prompt_token_ids", unpack_tokens(message.prompt_token_ids), model)
+        check_token_ids("prompt_token_ids", unpack_tokens(message.prompt_token_ids), model)
         _some(message.prompt_token_ids, "prompt_token_ids")
     else:
         raise RequestError("prompt", "one of prompt, prompt_token_ids and chat is needed, got none")
@@ -161,6 +161,7 @@ def _some(tokens: bytes, field: str) -> bytes:
     return tokens
 
 
-def _check_token_ids(field: str, token_ids: Sequence[int], model: ServedModel) -> None:
-    if token_ids and max(token_ids) >= model.vocab_size:
-        raise RequestError(field, f"each must be below the vocabulary's {model.vocab_size}, got {max(token_ids)}")
+def check_token_ids(field: str, token_ids: Sequence[int], model: ServedModel) -> None:
+    for worst in (min(token_ids), max(token_ids)) if token_ids else ():
+        if not 0 <= worst < model.vocab_size:
+            raise RequestError(field, f"each must be below the vocabulary's {model.vocab_size}, got {worst}")

@@ -346,7 +346,7 @@ def test_every_call_carries_a_deadline(router: FakeRouter, caller: Caller) -> No
     router.script = script
     caller.generate(router.address, "x")
     assert left[0] is not None
-    assert left[0] <= WAIT_S
+    assert left[0] <= WAIT_S + 1.0  # gRPC rounds up what it sends
 
 
 def test_the_other_calls_return_typed_values(router: FakeRouter, caller: Caller) -> None:

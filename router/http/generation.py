@@ -1,0 +1,230 @@
+"""The bodies of /v1/completions and /v1/chat/completions to messages for `FrontDoor.generate`.
+
+Unknown fields are ignored, as OpenAI-compatible servers do. Fields that are known and not supported are refused by
+name unless they ask for nothing: who sets them shall not get an answer that ignores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine.errors import RequestError
+from engine.sampling_params import MAX_LOGPROBS, MAX_SEED
+from kvrelay import _request
+from kvrelay._request import GenerateOptions
+from kvrelay.v1 import router_pb2
+from router.http.bodies import Fields, kind_of
+from router.validate import shortened
+
+MAX_PROMPTS = 64
+"""In one call of /v1/completions."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's. A chat without a limit takes what fits."""
+
+Api = Literal["chat", "completions"]
+
+_COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "response_format": ({"type": "text"},),
+    # What names a peer, a block or a scope: these follow from who calls and from what the workers hold.
+    "kv_transfer_params": (),
+    "cache_salt": (),
+}
+_NEUTRAL: dict[Api, dict[str, tuple[Any, ...]]] = {
+    "chat": _COMMON_NEUTRAL
+    | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "moderation": (),
+        "continue_final_message": (False,),
+        "add_generation_prompt": (True,),
+        "chat_template": (),
+        "documents": ([],),
+        "echo": (False,),
+    },
+    "completions": _COMMON_NEUTRAL | {"echo": (False,), "suffix": ("",), "best_of": (1,)},
+}
+"""Fields that are not supported, each with the values that ask for nothing; null always does."""
+_ROLES = {"developer": "system"}
+_PASSED_ON = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "min_tokens", "ignore_eos")
+"""Fields of `SamplingParams` that have its name here too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCall:
+    """One HTTP request for text."""
+
+    api: Api
+    messages: tuple[router_pb2.GenerateRequest, ...]
+    """One a prompt, at least one; all alike but for the prompt."""
+    timeout_s: float | None
+    stream: bool
+    include_usage: bool
+    """Of a stream."""
+    logprobs: bool
+
+    @property
+    def n(self) -> int:
+        return self.messages[0].n
+
+
+def read_completions(body: Fields, request_id: str, timeout_s: float | None) -> GenerationCall:
+    """Raises `RequestError` in our names of the fields; `names_of` has OpenAI's."""
+    _refuse_unsupported(body, "completions")
+    logprobs = body.integer("logprobs")
+    max_tokens = body.integer("max_tokens")
+    options: dict[str, Any] = _sampling(body) | {
+        "max_tokens": DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens,
+        "logprobs": logprobs,
+    }
+    prompts = _prompts(body)
+    ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{number}" for number in range(len(prompts))]
+    messages = [_message(body, options | prompt, each) for prompt, each in zip(prompts, ids, strict=True)]
+    return _call(body, "completions", messages, timeout_s, logprobs is not None)
+
+
+def read_chat(body: Fields, request_id: str, timeout_s: float | None, max_model_len: int) -> GenerationCall:
+    """Raises `RequestError` in our names of the fields; `names_of` has OpenAI's."""
+    _refuse_unsupported(body, "chat")
+    max_tokens = body.integer("max_completion_tokens")
+    if max_tokens is None:
+        max_tokens = body.integer("max_tokens")
+    logprobs, top_logprobs = body.flag("logprobs"), body.integer("top_logprobs")
+    if top_logprobs is not None and not logprobs:
+        raise RequestError("top_logprobs", "needs logprobs to be true")
+    if not 0 <= (top_logprobs or 0) <= MAX_LOGPROBS:
+        raise RequestError("top_logprobs", f"must be in [0, {MAX_LOGPROBS}], got {kind_of(top_logprobs)}")
+    options: dict[str, Any] = _sampling(body) | {
+        "messages": read_messages(body),
+        "max_tokens": max_model_len if max_tokens is None else max_tokens,
+        "logprobs": (top_logprobs or 0) if logprobs else None,
+    }
+    message = _message(body, options, request_id)
+    message.clamp_max_tokens = max_tokens is None
+    return _call(body, "chat", [message], timeout_s, logprobs)
+
+
+def names_of(api: Api, body: Fields) -> Mapping[str, str]:
+    """OpenAI's names of our fields."""
+    if api == "completions":
+        return {"prompt_token_ids": "prompt"}
+    longest = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    return {"max_tokens": longest, "prompt": "messages"}
+
+
+def _call(
+    body: Fields, api: Api, messages: list[router_pb2.GenerateRequest], timeout_s: float | None, logprobs: bool
+) -> GenerationCall:
+    stream = body.flag("stream")
+    options = body.nested("stream_options")
+    if options is not None and not stream:
+        raise RequestError("stream_options", "needs stream to be true")
+    return GenerationCall(
+        api=api,
+        messages=tuple(messages),
+        timeout_s=timeout_s,
+        stream=stream,
+        include_usage=options is not None and options.flag("include_usage"),
+        logprobs=logprobs,
+    )
+
+
+def _message(body: Fields, options: Mapping[str, Any], request_id: str) -> router_pb2.GenerateRequest:
+    n = body.integer("n")
+    prompt = options.get("prompt")
+    named = {name: value for name, value in options.items() if name != "prompt"}
+    given = GenerateOptions(model=body.text("model"), request_id=request_id, n=1 if n is None else n, **named)  # type: ignore[typeddict-item]
+    return _request.build_generate(prompt, given, _request.DEFAULT_TIMEOUT_S).message
+
+
+def _sampling(body: Fields) -> dict[str, Any]:
+    """The fields that are given; `SamplingParams` has the defaults, which are OpenAI's, and checks their ranges."""
+    given = {name: body.get(name) for name in _PASSED_ON if body.get(name) is not None}
+    seed = body.integer("seed")
+    if seed is not None:
+        if not -(MAX_SEED // 2) - 1 <= seed <= MAX_SEED:
+            raise RequestError("seed", f"must be an integer of 64 bits, got {kind_of(seed)}")
+        given["seed"] = seed % (MAX_SEED + 1)  # OpenAI's seeds are signed
+    return given
+
+
+def _prompts(body: Fields) -> list[dict[str, Any]]:
+    """As options of `build_generate`, one a prompt."""
+    prompt = body.get("prompt")
+    match prompt:
+        case str():
+            return [{"prompt": prompt}]
+        case [int(), *_] if not isinstance(prompt[0], bool):
+            return [{"prompt_token_ids": prompt}]
+        case [str() | list(), *_]:
+            if len(prompt) > MAX_PROMPTS:
+                raise RequestError("prompt", f"at most {MAX_PROMPTS} prompts in one call, got {len(prompt)}")
+            return [_one_of_several(number, entry, type(prompt[0])) for number, entry in enumerate(prompt)]
+        case _:
+            got = "an empty list" if prompt == [] else kind_of(prompt)
+            raise RequestError(
+                "prompt", f"must be a string, a list of strings or of token ids, or of such lists: {got}"
+            )
+
+
+def _one_of_several(number: int, entry: Any, kind: type) -> dict[str, Any]:
+    if not isinstance(entry, kind):
+        raise RequestError(f"prompt[{number}]", f"must be of the kind of the first prompt, got {kind_of(entry)}")
+    return {"prompt": entry} if kind is str else {"prompt_token_ids": entry}
+
+
+def read_messages(body: Fields) -> list[dict[str, str]]:
+    """A conversation, as `kvrelay` takes it."""
+    messages = []
+    for message in body.nested_list("messages"):
+        role = message.text("role")
+        for name in ("tool_calls", "function_call", "audio"):
+            if message.get(name):
+                raise RequestError(message.name_of(name), "is not supported")
+        messages.append({"role": _ROLES.get(role, role), "content": _content(message)})
+    return messages
+
+
+def _content(message: Fields) -> str:
+    """A text, or the texts of its parts one after the other."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(
+            message.name_of("content"), f"must be a string or a list of text parts, got {kind_of(content)}"
+        )
+    texts = []
+    for part in message.nested_list("content"):
+        if part.get("type") != "text":
+            raise RequestError(part.name_of("type"), f"must be 'text', got {kind_of(part.get('type'))}")
+        texts.append(part.text("text"))
+    return "".join(texts)
+
+
+def _refuse_unsupported(body: Fields, api: Api) -> None:
+    for name, neutral in _NEUTRAL[api].items():
+        value = body.get(name)
+        if name == "best_of" and value == body.get("n"):
+            continue
+        if value is not None and value not in neutral:
+            raise RequestError(name, f"is not supported, got {shortened(str(value))}")

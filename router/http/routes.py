@@ -1,0 +1,213 @@
+"""The paths of the HTTP front: each reads its request, calls the front door, and writes the answer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from engine.block_hash import unpack_tokens
+from engine.errors import EngineError, RequestError
+from kvrelay import _request
+from kvrelay._assembly import GenerationAssembly
+from kvrelay.types import Usage
+from kvrelay.v1 import router_pb2
+from router import metrics, validate
+from router.choices import all_or_none
+from router.client_stream import Emit
+from router.config import RouterConfig
+from router.front_door import FrontDoor
+from router.http import generation
+from router.http.bodies import Fields, kind_of, read_object
+from router.http.errors import error_body, error_response
+from router.http.generation import Api, GenerationCall
+from router.http.shapes import Answer
+from router.http.sse import EventStream
+from router.registry import Registry
+from router.served_model import ServedModel
+
+REQUEST_ID = "X-Request-Id"
+TIMEOUT = "X-Request-Timeout"
+
+
+class Routes:
+    def __init__(
+        self,
+        config: RouterConfig,
+        model: ServedModel,
+        registry: Registry,
+        front: FrontDoor,
+        router_metrics: metrics.RouterMetrics,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._registry = registry
+        self._front = front
+        self._metrics = router_metrics
+        self._since = int(time.time())
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/v1/models/{name:.+}", self.model)
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_post("/detokenize", self.detokenize)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/ready", self.ready)
+        app.router.add_get("/metrics", self.metrics)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "completions")
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "chat")
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        validate.check_model(request.match_info["name"], self._model)
+        return web.json_response(self._card())
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = await self._body(request)
+        for name in ("add_special_tokens", "add_generation_prompt"):
+            if not body.flag(name, default=True):
+                raise RequestError(name, "false is not supported")
+        validate.check_model(body.text("model"), self._model)
+        if body.get("messages") is not None:
+            message = _request.build_tokenize(None, generation.read_messages(body), "")
+        else:
+            message = _request.build_tokenize(body.text("prompt"), None, "")
+        token_ids = unpack_tokens(await self._front.tokenize(message, _timeout_s(request)))
+        return web.json_response(
+            {
+                "count": len(token_ids),
+                "max_model_len": self._model.max_model_len,
+                "tokens": token_ids,
+                "token_strs": None,
+            }
+        )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        body = await self._body(request)
+        validate.check_model(body.text("model"), self._model)
+        token_ids = _request.check_token_ids("tokens", body.get("tokens"))
+        if len(token_ids) > self._model.max_model_len:
+            raise RequestError("tokens", f"at most {self._model.max_model_len}, got {len(token_ids)}")
+        validate.check_token_ids("tokens", token_ids, self._model)
+        return web.json_response({"prompt": self._model.tokenizer.decode(token_ids, skip_special_tokens=False)})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """This process lives."""
+        return web.json_response({"status": "alive"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Whether requests can be served now."""
+        if self._registry.is_ready():
+            return web.json_response({"status": "ready"})
+        reason = self._registry.why_no_decode_worker()
+        return web.json_response({"status": "not ready", "reason": reason}, status=503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "kvrelay",
+            "max_model_len": self._model.max_model_len,
+        }
+
+    async def _body(self, request: web.Request) -> Fields:
+        return await read_object(request, self._config.max_request_bytes, self._config.body_timeout_s)
+
+    async def _generate(self, request: web.Request, api: Api) -> web.StreamResponse:
+        body = await self._body(request)
+        request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+        names = generation.names_of(api, body)
+        try:
+            timeout_s = _timeout_s(request)
+            if api == "chat":
+                call = generation.read_chat(body, request_id, timeout_s, self._model.max_model_len)
+            else:
+                call = generation.read_completions(body, request_id, timeout_s)
+            model = body.text("model") or self._model.name
+            answer = Answer(call, self._model.tokenizer, request_id, model, int(time.time()))
+            headers = {REQUEST_ID: request_id}
+            if call.stream:
+                return await self._stream(call, answer, EventStream(request, headers), names)
+            return web.json_response(answer.whole(await self._collect(call)), headers=headers)
+        except EngineError as error:
+            return error_response(error, self._config.retry_after_s, names)
+
+    async def _collect(self, call: GenerationCall) -> list[Any]:
+        assemblies = [GenerationAssembly(call.n) for _ in call.messages]
+
+        def into(assembly: GenerationAssembly) -> Emit:
+            async def emit(event: router_pb2.GenerateResponse) -> None:
+                assembly.feed(event)
+
+            return emit
+
+        await all_or_none(
+            self._front.generate(message, into(assembly), call.timeout_s)
+            for message, assembly in zip(call.messages, assemblies, strict=True)
+        )
+        return [assembly.result for assembly in assemblies]
+
+    async def _stream(
+        self, call: GenerationCall, answer: Answer, stream: EventStream, names: Mapping[str, str]
+    ) -> web.StreamResponse:
+        usages = [[Usage(0, 0, 0)] * call.n for _ in call.messages]
+        try:
+            await all_or_none(
+                self._front.generate(message, _chunks(answer, stream, number, usages[number]), call.timeout_s)
+                for number, message in enumerate(call.messages)
+            )
+            if call.include_usage:
+                await stream.send(answer.usage(usages))
+            await stream.done()
+        except EngineError as error:
+            if not stream.begun:
+                raise
+            await stream.fail(error_body(error, names))
+        return stream.response
+
+
+def _chunks(answer: Answer, stream: EventStream, prompt: int, usages: list[Usage]) -> Emit:
+    """Writes what comes of one prompt as chunks, and notes the usage of each choice."""
+    opened: set[int] = set()
+
+    async def emit(event: router_pb2.GenerateResponse) -> None:
+        if event.HasField("tokens"):
+            tokens = event.tokens
+            opening = None
+            if tokens.choice not in opened:
+                opened.add(tokens.choice)
+                opening = answer.opening(prompt, tokens.choice)
+            await stream.send(opening, answer.piece(prompt, tokens))
+        elif event.HasField("finished"):
+            usages[event.finished.choice] = Usage.from_proto(event.finished.usage)
+            await stream.send(answer.closing(prompt, event.finished))
+
+    return emit
+
+
+def _timeout_s(request: web.Request) -> float | None:
+    """Seconds that the client gives the request, from `?timeout=` or the header; None: the router's default."""
+    text = request.query.get("timeout") or request.headers.get(TIMEOUT)
+    if text is None:
+        return None
+    try:
+        return _request.check_timeout(float(text))
+    except (ValueError, RequestError):
+        raise RequestError(
+            "timeout", f"must be seconds in (0, {_request.MAX_TIMEOUT_S:.0f}], got {kind_of(text)}"
+        ) from None

@@ -1,0 +1,85 @@
+"""Owns the HTTP sockets of a router and the calls that come in over them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from engine.errors import ConfigError, EngineError
+from router.config import RouterConfig
+from router.http.errors import error_response, fault_response, http_error_response
+from router.http.routes import Routes
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 1.0
+"""For connections without a call to close."""
+MAX_HEADER_BYTES = 8190
+"""Of each header and of the request line; there may be 128."""
+
+
+class HttpServer:
+    """Serves `routes` on one port.
+
+    A client that goes away cancels its call where it waits. However a handler ends, nothing of its call is left.
+    """
+
+    def __init__(self, config: RouterConfig, routes: Routes) -> None:
+        self._config = config
+        self._calls: set[asyncio.Task[None]] = set()
+        app = web.Application(middlewares=[self._answer_errors], client_max_size=config.max_request_bytes)
+        routes.add_to(app)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=CLOSE_S,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+        )
+
+    async def start(self, port: int) -> str:
+        """Listen; returns HOST:PORT. Raises `ConfigError` naming the port if it is taken; nothing stays open then."""
+        await self._runner.setup()
+        host = self._config.host
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(f"cannot listen for HTTP on {host}:{port}: {error.strerror}") from error
+        return f"{host}:{self._runner.addresses[0][1]}"
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new connections, let live calls finish within `grace_s`, end the rest."""
+        for site in list(self._runner.sites):
+            await site.stop()
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=grace_s)
+        for call in self._calls:
+            call.cancel()
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _answer_errors(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Every refusal and fault in OpenAI's shape. Knows the task of each call while it runs."""
+        task = asyncio.current_task()
+        assert task is not None, "a handler runs in a task"
+        self._calls.add(task)
+        try:
+            return await handler(request)
+        except EngineError as error:
+            return error_response(error, self._config.retry_after_s)
+        except web.HTTPException as error:
+            return http_error_response(error)
+        except ConnectionResetError:
+            raise asyncio.CancelledError from None  # the client went away between two writes
+        except Exception:  # edge: a fault of ours must be an answer, not a closed connection
+            logger.exception("%s %s", request.method, request.path)
+            return fault_response()
+        finally:
+            self._calls.discard(task)

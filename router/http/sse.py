@@ -1,0 +1,59 @@
+"""One answer as server-sent events. Owns the response: whether it has begun, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # proxies that buffer would hold the first token back
+}
+
+
+class EventStream:
+    """Status and headers go out with the first event, so that whatever fails before has a status of its own.
+
+    A write waits while the client does not read. Several tasks may write.
+    """
+
+    def __init__(self, request: web.Request, headers: dict[str, str]) -> None:
+        self._request = request
+        self.response = web.StreamResponse(headers=HEADERS | headers)
+        self._beginning = asyncio.Lock()
+
+    @property
+    def begun(self) -> bool:
+        return self.response.prepared
+
+    async def send(self, *chunks: dict[str, Any] | None) -> None:
+        """Those that are something, as one write."""
+        data = "".join(f"data: {_json(chunk)}\n\n" for chunk in chunks if chunk is not None)
+        if data:
+            await self._write(data.encode())
+
+    async def done(self) -> None:
+        """The answer is complete."""
+        await self._write(DONE)
+        await self.response.write_eof()
+
+    async def fail(self, body: dict[str, Any]) -> None:
+        """The answer ends here, incomplete: an error event, and no `[DONE]`."""
+        await self._write(f"event: error\ndata: {_json(body)}\n\n".encode())
+        await self.response.write_eof()
+
+    async def _write(self, data: bytes) -> None:
+        if not self.response.prepared:
+            async with self._beginning:
+                if not self.response.prepared:
+                    await self.response.prepare(self._request)
+        await self.response.write(data)
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,170 @@
+"""What a router counts and sees of its workers, as Prometheus families. Owns the counts; on the event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from engine.block_hash import TOKEN_BYTES
+from engine.errors import EngineError
+from kvrelay._wire import finish_reason_from_proto
+from kvrelay.v1 import router_pb2
+from router.admission import Admission
+from router.registry import Registry
+from router.worker_client import WorkerState
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_E2E_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+
+
+class Histogram:
+    """Without locks: one thread observes and reads."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def family(self, name: str, text: str) -> HistogramMetricFamily:
+        total, buckets = 0, []
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self._sum)
+
+
+class RouterMetrics(Collector):
+    def __init__(self, admission: Admission, registry: Registry) -> None:
+        self._admission = admission
+        self._workers = registry
+        self._ttft, self._itl, self._e2e = Histogram(_TTFT_S), Histogram(_ITL_S), Histogram(_E2E_S)
+        self._finished: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    @contextmanager
+    def call(self, now: float) -> Iterator[CallMeter]:
+        """The account of one call. An error that ends the block is counted by its class."""
+        try:
+            yield CallMeter(self, now)
+        except EngineError as error:
+            self._failed[type(error).__name__] += 1
+            raise
+        except asyncio.CancelledError:
+            self._failed["RequestCancelled"] += 1
+            raise
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        yield self._ttft.family("kvrelay_time_to_first_token_seconds", "From a call's receipt to its first token.")
+        yield self._itl.family("kvrelay_inter_token_latency_seconds", "Between tokens of one output.")
+        yield self._e2e.family(
+            "kvrelay_e2e_request_latency_seconds", "From receipt to last word, of calls that succeeded."
+        )
+        yield _counter("kvrelay_request_success", "Outputs that finished.", "finished_reason", self._finished)
+        yield _counter("kvrelay_request_errors", "Calls that ended otherwise, by class.", "error", self._failed)
+        for name, text in _TOKEN_COUNTERS.items():
+            yield CounterMetricFamily(f"kvrelay_{name}", text, value=self._tokens[name])
+        yield GaugeMetricFamily("kvrelay_requests_live", "Calls that this router serves.", value=self._admission.live)
+        yield from self._worker_families()
+
+    def _worker_families(self) -> Iterator[Metric]:
+        labels = ["worker", "role"]
+        up = GaugeMetricFamily("kvrelay_worker_ready", "1 while the router can use it.", labels=labels)
+        running = GaugeMetricFamily("kvrelay_num_requests_running", "That compute or decode.", labels=labels)
+        waiting = GaugeMetricFamily("kvrelay_num_requests_waiting", "For blocks or for a turn.", labels=labels)
+        blocks = GaugeMetricFamily("kvrelay_kv_blocks", "Of the pool, by state.", labels=[*labels, "state"])
+        errors = CounterMetricFamily("kvrelay_worker_errors", "Typed errors.", labels=[*labels, "error"])
+        for client in self._workers.workers:
+            if client.peer is None:
+                continue
+            key = [client.peer.worker_id, client.peer.role]
+            up.add_metric(key, float(client.state is WorkerState.READY))
+            if client.session is None:
+                continue
+            load = client.session.load
+            running.add_metric(key, load.running)
+            waiting.add_metric(key, load.waiting)
+            for state in ("free", "cached", "owned", "leased", "quarantined"):
+                blocks.add_metric([*key, state], getattr(load, f"blocks_{state}"))
+            for error, count in load.errors.items():
+                errors.add_metric([*key, error], count)
+        yield from (up, running, waiting, blocks, errors)
+
+    def _count_finished(self, finished: router_pb2.Finished) -> None:
+        usage = finished.usage
+        self._finished[finish_reason_from_proto(finished.reason) or "unknown"] += 1
+        self._tokens["kv_bytes_sent"] += finished.route.bytes_sent
+        self._tokens["request_resumes"] += max(0, finished.route.attempts - 1)
+        if finished.choice == 0:  # the choices of a call share the prompt
+            self._tokens["prefix_cache_queries"] += usage.prompt_tokens
+            self._tokens["prefix_cache_hits"] += usage.cached_tokens
+
+
+_TOKEN_COUNTERS = {
+    "prompt_tokens": "Prompt tokens of calls that were accepted.",
+    "generation_tokens": "Output tokens handed to clients.",
+    "prefix_cache_queries": "Prompt tokens that were looked up in prefix caches.",
+    "prefix_cache_hits": "Of these, found.",
+    "kv_bytes_sent": "KV that went from prefill to decode workers.",
+    "request_resumes": "Placements after the first, because a worker was lost or refused.",
+}
+
+
+class CallMeter:
+    def __init__(self, metrics: RouterMetrics, received: float) -> None:
+        self._metrics = metrics
+        self._received = received
+        self._first = True
+        self._last: dict[int, float] = {}
+        """When the newest token of each choice was handed over."""
+
+    def sent(self, event: router_pb2.GenerateResponse, now: float) -> None:
+        """`event` was handed to the client's connection."""
+        if event.HasField("finished"):
+            self._metrics._count_finished(event.finished)
+        elif event.HasField("tokens"):
+            self._tokens(event.tokens, now)
+        elif event.HasField("accepted"):
+            self._metrics._tokens["prompt_tokens"] += event.accepted.prompt_tokens
+
+    def finished(self, now: float) -> None:
+        """The call ended well."""
+        self._metrics._e2e.observe(now - self._received)
+
+    def _tokens(self, tokens: router_pb2.Tokens, now: float) -> None:
+        count = len(tokens.token_ids) // TOKEN_BYTES
+        before = self._last.get(tokens.choice)
+        self._last[tokens.choice] = now
+        self._metrics._tokens["generation_tokens"] += count
+        if self._first:
+            self._first = False
+            self._metrics._ttft.observe(now - self._received)
+        if before is not None:
+            self._metrics._itl.observe((now - before) / count, count)
+        elif count > 1:
+            self._metrics._itl.observe(0.0, count - 1)
+
+
+def _counter(name: str, text: str, label: str, counts: Counter[str]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, count in counts.items():
+        family.add_metric([key], count)
+    return family

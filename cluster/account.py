@@ -52,6 +52,7 @@ class Account:
             self.record,
             ready=snapshot.ready or self.record.ready,
             router_address=snapshot.router_address or self.record.router_address,
+            http_address=snapshot.http_address or self.record.http_address,
             members=members,
         )
         if record != self.record:
@@ -83,6 +84,7 @@ class Account:
                 name=record.name,
                 model=record.model,
                 router_address=record.router_address,
+                http_address=record.http_address,
                 ray_address=record.ray_address,
                 log_path=record.log_path,
                 pid=record.process.pid,

@@ -86,22 +86,23 @@ class ClusterRun:
             raise
 
     def _run(self, job: Job | None) -> None:
-        self._check_port()
+        self._check_ports()
         account = Account(self._first_record(), self._spec, self._tell, self._started)
         model_path = self._get_model()
         asyncio.run(self._run_on_ray(account, model_path, job))
         if self._interrupted and not self._ready.is_set():
             raise KeyboardInterrupt
 
-    def _check_port(self) -> None:
-        """Say at once, rather than seconds later, that the port is in use."""
-        where = (self._spec.router.host, self._spec.router.port)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(where)
-            except OSError as error:
-                raise ConfigError(f"router.port: cannot listen on {where[0]}:{where[1]}: {error.strerror}") from error
+    def _check_ports(self) -> None:
+        """Say at once, rather than seconds later, that a port is in use."""
+        host = self._spec.router.host
+        for name, port in self._spec.router.ports.items():
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                except OSError as error:
+                    raise ConfigError(f"router.{name}: cannot listen on {host}:{port}: {error.strerror}") from error
 
     def _first_record(self) -> state.ClusterRecord:
         return state.ClusterRecord(

@@ -51,19 +51,20 @@ class RayHost:
     def start(self, member_id: str) -> RayHandle:
         if member_id == ROUTER_ID:
             drain_s = self._spec.supervision.drain_s
-            return RayHandle(self, self._create(RouterActor, 1, self._router_config, drain_s), pins_port=True)
+            return RayHandle(self, self._create(RouterActor, 1, self._router_config, drain_s), pins_ports=True)
         role = self._roles[member_id]
         config = self._spec.worker_config(role, member_id, self._model_path)
         # Of a Ray of our own each actor takes one CPU, whatever it uses: Ray holds one process ready for each.
         num_cpus = 1 if self._runtime.local else config.engine.num_threads
-        return RayHandle(self, self._create(self._worker_classes[role], num_cpus, config), pins_port=False)
+        return RayHandle(self, self._create(self._worker_classes[role], num_cpus, config), pins_ports=False)
 
     async def lost(self) -> str:
         return await self._runtime.lost()
 
-    def pin_router_port(self, address: str) -> None:
-        """A restarted router must be where clients expect it, also if the port was for us to choose."""
-        self._router_config = replace(self._router_config, port=int(address.rpartition(":")[2]))
+    def pin_router_ports(self, address: str, http_address: str) -> None:
+        """A restarted router must be where clients expect it, also if the ports were for us to choose."""
+        port, http_port = (int(each.rpartition(":")[2]) for each in (address, http_address))
+        self._router_config = replace(self._router_config, port=port, http_port=http_port)
 
     def log_tail(self, process: ProcessId | None) -> str:
         """The last words of an actor on this machine."""
@@ -84,10 +85,10 @@ class RayHost:
 class RayHandle:
     """One actor. A `Handle` of `cluster.supervisor`."""
 
-    def __init__(self, host: RayHost, actor: ActorHandle[Any], pins_port: bool) -> None:
+    def __init__(self, host: RayHost, actor: ActorHandle[Any], pins_ports: bool) -> None:
         self._host = host
         self._actor = actor
-        self._pins_port = pins_port
+        self._pins_ports = pins_ports
         self._process: ProcessId | None = None
         self._address = ""
         self._killed = False
@@ -96,11 +97,12 @@ class RayHandle:
         report: dict[str, Any] = await _result(self._actor.start.remote())
         local = report.get("node", os.uname().nodename) == os.uname().nodename
         self._process = ProcessId.of(report["pid"]) if local else None
-        if self._pins_port:
-            self._host.pin_router_port(report["address"])
+        http_address = report.get("http_address", "")
+        if self._pins_ports:
+            self._host.pin_router_ports(report["address"], http_address)
         self._address = report["address"]
         timings, pool = report.get("timings", {}), report.get("pool", "")
-        return ReadyReport(report["address"], report["incarnation"], self._process, timings, pool)
+        return ReadyReport(report["address"], report["incarnation"], self._process, timings, pool, http_address)
 
     async def gone(self) -> str:
         try:

@@ -23,11 +23,13 @@ class RouterActor:
 
     async def start(self) -> dict[str, Any]:
         """Serve; returns the ready report. Raises what `RouterServer.start` raises."""
+        address = await self._server.start()
         return {
             "worker_id": "router",
             "incarnation": uuid.uuid4().hex,
             "role": "router",
-            "address": await self._server.start(),
+            "address": address,
+            "http_address": self._server.http_address,
             "pid": os.getpid(),
         }
 

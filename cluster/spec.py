@@ -99,6 +99,8 @@ class RouterSpec:
     """Interface for clients. Nothing here authenticates: any other interface is open to its network."""
     port: int = DEFAULT_PORT
     """For gRPC; 0 takes a free one."""
+    http_port: int | None = None
+    """For HTTP. Default: the one after `port`, or a free one if that is 0, which 0 takes as well."""
     max_live_requests: int = 1024
     """Requests at once; one more is refused with a retry hint."""
     default_timeout_s: float = 600.0
@@ -110,9 +112,16 @@ class RouterSpec:
             model_name="any",
             host=self.host,
             port=self.port,
+            http_port=self.http_port,
             max_live_requests=self.max_live_requests,
             default_timeout_s=self.default_timeout_s,
         )
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Those to listen on, by the name of the field that says so; 0: a free one."""
+        http_port = self.http_port if self.http_port is not None else self.port + 1 if self.port else 0
+        return {"port": self.port, "http_port": http_port}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +253,7 @@ class ClusterSpec:
             model_name=self.model,
             host=self.router.host,
             port=self.router.port,
+            http_port=self.router.http_port,
             router_id=f"{self.name}-router",
             max_live_requests=self.router.max_live_requests,
             default_timeout_s=self.router.default_timeout_s,

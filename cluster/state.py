@@ -55,6 +55,8 @@ class ClusterRecord:
     """Of a detached `up`; empty if it writes to its terminal."""
     ray_address: str
     members: tuple[MemberRecord, ...] = ()
+    http_address: str = ""
+    """Where HTTP clients connect; empty until the router serves."""
     ray_processes: tuple[ProcessId, ...] = ()
     """Of a Ray of our own; empty if it joined one."""
 

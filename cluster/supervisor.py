@@ -61,6 +61,8 @@ class ReadyReport:
     """Seconds of the parts of its start, as it measured them."""
     pool: str = ""
     """A worker's KV pool, in one line."""
+    http_address: str = ""
+    """Of a router."""
 
 
 class Handle(Protocol):
@@ -114,6 +116,12 @@ class Snapshot:
     def router_address(self) -> str:
         """Empty while it does not serve."""
         return self.members[0].view.address
+
+    @property
+    def http_address(self) -> str:
+        """Of the router; empty while it does not serve."""
+        report = self.members[0].report
+        return "" if report is None else report.http_address
 
 
 @dataclass(slots=True)

@@ -52,6 +52,7 @@ class Ready:
     pid: int
     seconds: float
     """Since the command began."""
+    http_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,8 @@ async def serve(config: RouterConfig, grace_s: float) -> None:
         address = await server.start()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, asked_to_stop.set)
-        print(json.dumps({"address": address, "router_id": config.router_id, "pid": os.getpid()}), flush=True)
+        ready = {"address": address, "http_address": server.http_address, "router_id": config.router_id}
+        print(json.dumps(ready | {"pid": os.getpid()}), flush=True)
         await asked_to_stop.wait()
         for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
@@ -47,7 +48,8 @@ async def serve(config: RouterConfig, grace_s: float) -> None:
 @click.option("--model-name", default=None, help="What clients call it; by default the folder's name.")
 @click.option("--worker", "workers", multiple=True, metavar="HOST:PORT", help="A worker; once for each.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Interface to listen on.")
-@click.option("--port", type=int, default=0, show_default=True, help="0 takes a free one.")
+@click.option("--port", type=int, default=0, show_default=True, help="For gRPC; 0 takes a free one.")
+@click.option("--http-port", type=int, default=None, help="For HTTP. Default: the one after --port, or a free one.")
 @click.option("--router-id", default=None, help="Name of this router; by default a new one.")
 @click.option("--max-live-requests", type=int, default=1024, show_default=True)
 @click.option("--default-timeout-s", type=float, default=600.0, show_default=True, help="For calls without a deadline.")

@@ -13,6 +13,7 @@ from cluster.supervisor import Member, ReadyReport, Snapshot
 from cluster.updates import MemberTrouble, Ready, StageBegan, StageDone, Update
 
 ADDRESSES = {"router": "127.0.0.1:8600", "prefill-0": "127.0.0.1:1", "decode-0": "127.0.0.1:2"}
+HTTP = "127.0.0.1:8601"
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def snapshot(phase: Phase, *, ready: bool = False, **other: tuple[Phase, int]) -
     for member_id, address in ADDRESSES.items():
         its_phase, attempt = other.get(member_id.replace("-", "_"), (phase, 1))
         serves = its_phase is Phase.READY
-        report = ReadyReport(address, f"life-{attempt}", ProcessId.mine()) if serves else None
+        report = ReadyReport(address, f"life-{attempt}", ProcessId.mine(), http_address=HTTP) if serves else None
         reason, again = ("killed", its_phase is Phase.ABSENT) if attempt > 1 else ("", False)
         view = MemberView(member_id, its_phase, attempt, address if serves else "", reason, starts_again=again)
         members.append(Member(view, report))
@@ -57,7 +58,7 @@ def test_the_record_follows_the_members(account: Account) -> None:
 
     written = state.find_running()
     assert written.ready
-    assert written.router_address == ADDRESSES["router"]
+    assert (written.router_address, written.http_address) == (ADDRESSES["router"], HTTP)
     assert {member.member_id: member.role for member in written.members} == {
         "router": "router",
         "prefill-0": "prefill",

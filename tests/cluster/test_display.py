@@ -7,7 +7,7 @@ from rich.console import Console
 from cluster.display import Display
 from cluster.updates import Failed, MemberTrouble, Ready, StageBegan, StageDone, StageMoved, Update
 
-READY = Ready("default", "m", "127.0.0.1:8600", "127.0.0.1:1", "", 12, 5.5)
+READY = Ready("default", "m", "127.0.0.1:8600", "127.0.0.1:1", "", 12, 5.5, "127.0.0.1:8601")
 
 
 def shown(*updates: Update, terminal: bool = False, hints: bool = True) -> str:
@@ -39,6 +39,7 @@ def test_a_ready_cluster_shows_its_endpoints_and_what_to_type() -> None:
     text = shown(READY)
     assert "ready after 5.5 s" in text
     assert "127.0.0.1:8600 (gRPC)" in text
+    assert "http://127.0.0.1:8601/v1" in text
     assert "kvrelay generate" in text
     assert "Ctrl-C" in text
     assert "kvrelay generate" not in shown(READY, hints=False)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,18 @@ def test_up_tells_where_it_serves_and_what_runs(cluster: state.ClusterRecord) ->
     assert all(address.startswith("127.0.0.1:") for address in (cluster.router_address, cluster.ray_address))
     status = json.loads(kvrelay("status", "--json").stdout)
     assert {worker["state"] for worker in status["workers"]} == {"ready"}
+
+
+def test_http_answers_as_grpc_does(cluster: state.ClusterRecord) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://{cluster.http_address}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=BOUND_S) as response:
+        answer = json.load(response)
+    assert answer["choices"][0]["text"] == generate(cluster).text
 
 
 def test_nothing_listens_beyond_the_loopback_interface(cluster: state.ClusterRecord) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import grpc
 import pytest
 from fakes import make_model_folder
@@ -60,7 +61,10 @@ async def ready_line(process: asyncio.subprocess.Process) -> dict[str, object]:
 async def test_a_router_says_where_it_listens_and_ends_on_sigterm(processes: Processes, folder: Path) -> None:
     process = await processes.start("-m", "router", "--model", str(folder), "--model-name", "fake", "--router-id", "r")
     report = await ready_line(process)
-    assert report == {"address": report["address"], "router_id": "r", "pid": process.pid}
+    assert set(report) == {"address", "http_address", "router_id", "pid"}
+    assert (report["router_id"], report["pid"]) == ("r", process.pid)
+    async with aiohttp.ClientSession() as http, http.get(f"http://{report['http_address']}/v1/models") as response:
+        assert [card["id"] for card in (await response.json())["data"]] == ["fake"]
     async with grpc.aio.insecure_channel(str(report["address"])) as channel:
         stub: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(channel)
         (model,) = (await stub.ListModels(router_pb2.ListModelsRequest(), timeout=5)).models

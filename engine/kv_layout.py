@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine.config import DTYPE_BYTES
@@ -29,6 +29,8 @@ class KvLayout:
     wherever it is copied. They stand behind all values, not beside those that they belong to, so that values lie as
     in the other types: evenly spaced and aligned, and a slice of the heads is contiguous in both parts. Both parts
     begin at a multiple of 64 bytes, and so does the next block.
+
+    A rank of a tensor-parallel worker holds a slice of the model's heads. `num_kv_heads` are those in the block.
     """
 
     num_layers: int
@@ -36,6 +38,10 @@ class KvLayout:
     head_dim: int
     block_size: int
     dtype: str
+    heads_before: int = 0
+    """KV heads of the model that lower ranks hold."""
+    heads_after: int = 0
+    """KV heads of the model that higher ranks hold."""
 
     def __post_init__(self) -> None:
         if self.dtype not in KV_DTYPE_BYTES:
@@ -43,6 +49,30 @@ class KvLayout:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("heads_before", "heads_after"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    @property
+    def total_kv_heads(self) -> int:
+        """Of the model."""
+        return self.heads_before + self.num_kv_heads + self.heads_after
+
+    @property
+    def heads(self) -> range:
+        """Which of the model's KV heads are in the block."""
+        return range(self.heads_before, self.heads_before + self.num_kv_heads)
+
+    def shard(self, rank: int, num_ranks: int) -> KvLayout:
+        """The layout of one of `num_ranks` equal shards of a whole layout.
+
+        Raises `ConfigError` if the heads cannot be shared out evenly, or there is no such rank.
+        """
+        if not 0 <= rank < num_ranks or self.num_kv_heads % num_ranks or self.total_kv_heads != self.num_kv_heads:
+            raise ConfigError(f"{self.num_kv_heads} KV heads have no equal shard {rank} of {num_ranks}")
+        heads = self.num_kv_heads // num_ranks
+        before = rank * heads
+        return replace(self, num_kv_heads=heads, heads_before=before, heads_after=self.num_kv_heads - before - heads)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -83,12 +113,18 @@ class KvLayout:
         return -(-self.block_bytes // self.block_size)
 
     def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without the fields of a shard unless it is one, so that peers understand it that know no shards."""
+        fields = asdict(self)
+        if self.total_kv_heads == self.num_kv_heads:
+            del fields["heads_before"], fields["heads_after"]
+        return fields
 
     @classmethod
     def from_wire(cls, fields: dict[str, Any]) -> KvLayout:
         """The inverse of `to_wire`. Raises `ConfigError` on missing, unknown or ill-typed fields."""
         expected = {"num_layers": int, "num_kv_heads": int, "head_dim": int, "block_size": int, "dtype": str}
+        if "heads_before" in fields or "heads_after" in fields:
+            expected |= {"heads_before": int, "heads_after": int}
         if fields.keys() != expected.keys():
             raise ConfigError(f"KV layout has fields {sorted(fields)}, expected {sorted(expected)}")
         for name, kind in expected.items():

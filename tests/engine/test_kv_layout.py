@@ -75,3 +75,45 @@ def test_a_missing_field_from_the_wire_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="KV layout has fields"):
         KvLayout.from_wire(fields)
+
+
+def test_shards_share_out_the_heads_of_a_whole() -> None:
+    shards = [replace(SMOLLM2, num_kv_heads=6).shard(rank, 3) for rank in range(3)]
+
+    assert [list(shard.heads) for shard in shards] == [[0, 1], [2, 3], [4, 5]]
+    assert {shard.total_kv_heads for shard in shards} == {6}
+    assert {shard.block_bytes for shard in shards} == {SMOLLM2.block_bytes * 2 // 3}
+
+
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 2), (3, 3), (-1, 3), (0, 0)])
+def test_a_shard_that_is_none_is_refused(rank: int, num_ranks: int) -> None:
+    with pytest.raises(ConfigError, match="3 KV heads have no equal shard"):
+        SMOLLM2.shard(rank, num_ranks)
+
+
+def test_a_shard_is_not_sharded_again() -> None:
+    with pytest.raises(ConfigError, match="no equal shard"):
+        replace(SMOLLM2, num_kv_heads=4).shard(0, 2).shard(0, 2)
+
+
+def test_a_shard_comes_back_from_the_wire() -> None:
+    shard = SMOLLM2.shard(1, 3)
+
+    assert KvLayout.from_wire(shard.to_wire()) == shard
+
+
+def test_a_whole_layout_looks_on_the_wire_as_it_did_before_there_were_shards() -> None:
+    assert SMOLLM2.to_wire().keys() == {"num_layers", "num_kv_heads", "head_dim", "block_size", "dtype"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads_before": 1}, "KV layout has fields"),
+        ({"heads_before": -1, "heads_after": 0}, "heads_before must be at least 0, got -1"),
+        ({"heads_before": 0, "heads_after": True}, "heads_after must be int, got True"),
+    ],
+)
+def test_a_bad_shard_from_the_wire_is_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        KvLayout.from_wire(SMOLLM2.to_wire() | change)

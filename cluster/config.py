@@ -35,6 +35,7 @@ __all__ = [
     "inherited_cluster_id",
     "load_spec",
     "make_folder",
+    "native_dir",
     "prepare_ray_environment",
     "ray_dir",
     "state_dir",
@@ -44,6 +45,11 @@ __all__ = [
 def default_model_dir() -> Path:
     """Where pulled and converted models are kept."""
     return _base("cache", "XDG_CACHE_HOME", ".cache") / "models"
+
+
+def native_dir() -> Path:
+    """Where workers keep the native libraries that they compile."""
+    return _base("cache", "XDG_CACHE_HOME", ".cache") / "native"
 
 
 def state_dir() -> Path:

@@ -18,6 +18,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RaySystemError, RayTaskError
 
+from cluster.config import native_dir
 from cluster.health import answers
 from cluster.processes import ProcessId, gone
 from cluster.ray_runtime import RayRuntime
@@ -53,7 +54,7 @@ class RayHost:
             drain_s = self._spec.supervision.drain_s
             return RayHandle(self, self._create(RouterActor, 1, self._router_config, drain_s), pins_ports=True)
         role = self._roles[member_id]
-        config = self._spec.worker_config(role, member_id, self._model_path)
+        config = self._spec.worker_config(role, member_id, self._model_path, str(native_dir()))
         # Of a Ray of our own each actor takes one CPU, whatever it uses: Ray holds one process ready for each.
         num_cpus = 1 if self._runtime.local else config.engine.num_threads
         return RayHandle(self, self._create(self._worker_classes[role], num_cpus, config), pins_ports=False)

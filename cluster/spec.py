@@ -62,10 +62,11 @@ class PoolSpec(Knobs):
             raise ConfigError(f"replicas must be in [0, {MAX_REPLICAS}], got {self.replicas}")
         self.engine("", _ENGINE.dtype)  # its checks are ours
 
-    def engine(self, model_path: str, dtype: str) -> EngineConfig:
+    def engine(self, model_path: str, dtype: str, native_cache: str | None = None) -> EngineConfig:
         return EngineConfig(
             model_path=model_path,
             dtype=dtype,
+            native_cache=native_cache,
             **self.knobs(),
             num_threads=self.num_threads,
             scheduler=SchedulerConfig(
@@ -237,14 +238,14 @@ class ClusterSpec:
     def worker_ids(self, role: str) -> tuple[str, ...]:
         return tuple(f"{role}-{index}" for index in range(self.pool(role).replicas))
 
-    def worker_config(self, role: str, worker_id: str, model_path: str) -> WorkerConfig:
+    def worker_config(self, role: str, worker_id: str, model_path: str, native_cache: str) -> WorkerConfig:
         pool = self.pool(role)
         return WorkerConfig(
             worker_id=worker_id,
             model_name=self.model,
             host=pool.host,
             drain_s=self.supervision.drain_s,
-            engine=pool.engine(model_path, self.dtype),
+            engine=pool.engine(model_path, self.dtype, native_cache),
         )
 
     def router_config(self, model_path: str) -> RouterConfig:

@@ -71,7 +71,7 @@ class DecodeWorker:
             fingerprint=parts.identity.model_fingerprint,
             layout=parts.kv.layout,
         )
-        self._receiver = KvReceiver(peer, parts.kv, self._table, self, config.host)
+        self._receiver = KvReceiver(peer, parts.kv, self._table, self, config.host, copier=parts.native)
         self._lease_timer: Timer | None = None
 
     @classmethod

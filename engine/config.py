@@ -124,6 +124,8 @@ class EngineConfig(Knobs):
     scheduler: SchedulerConfig = SchedulerConfig()
     num_threads: int = 1
     """Threads of torch. One a worker: prefill and decode share a small machine without fighting."""
+    native_cache: str | None = None
+    """Folder for the libraries that `engine.native` compiles at the first start. None: run without them."""
 
     def __post_init__(self) -> None:
         Knobs.__post_init__(self)

@@ -3,6 +3,7 @@
 EngineError
 ├── ConfigError             a setting is out of range, or two settings contradict each other
 ├── ModelError              a model is unknown, missing a file, or damaged
+├── NativeUnavailable       native code cannot be built or loaded here: says why; the slower way runs
 ├── RequestError            what a client asked for can never be served: names the field and the limit
 ├── CapacityError           not now: the caller may try again later or elsewhere
 │   ├── NoFreeBlocks        the pool cannot hold this at the moment
@@ -41,6 +42,10 @@ class ConfigError(EngineError):
 
 
 class ModelError(EngineError):
+    pass
+
+
+class NativeUnavailable(EngineError):
     pass
 
 

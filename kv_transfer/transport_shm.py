@@ -76,12 +76,14 @@ class ShmIntake:
         return None
 
     def receive_into(self, frame: Blocks, slots: Sequence[memoryview | None]) -> list[bytes]:
-        granted = [(slot, entry.offset) for slot, entry in zip(slots, frame.entries, strict=True) if slot is not None]
-        sources = []
-        for _, offset in granted:
-            assert offset is not None, "`check` comes first"
-            sources.append(self._bytes[offset : offset + frame.length])
-        return self._copier.copy([slot for slot, _ in granted], sources)
+        granted: list[memoryview] = []
+        offsets: list[int] = []
+        for slot, entry in zip(slots, frame.entries, strict=True):
+            if slot is not None:
+                assert entry.offset is not None, "`check` comes first"
+                granted.append(slot)
+                offsets.append(entry.offset)
+        return self._copier.copy(granted, self._bytes, offsets)
 
     def close(self) -> None:
         self._bytes.release()

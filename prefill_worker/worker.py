@@ -78,7 +78,7 @@ class PrefillWorker:
             fingerprint=parts.identity.model_fingerprint,
             layout=parts.kv.layout,
         )
-        self._sender = KvSender(peer, parts.kv, self)
+        self._sender = KvSender(peer, parts.kv, self, copier=parts.native)
         self._computer = PromptComputer(self._sender)
 
     @classmethod

@@ -98,6 +98,7 @@ class WorkerCore(Generic[T]):
             max_model_len=self.parts.max_model_len,
             link_endpoint=link_endpoint,
             pid=os.getpid(),
+            native=self.parts.native.name if self.parts.native is not None else "",
         )
 
     async def load(self) -> worker_pb2.Load:

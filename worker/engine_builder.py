@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,14 +14,17 @@ from engine.batch import ForwardBatch
 from engine.block_hash import BlockIdentity
 from engine.config import CacheConfig, EngineConfig
 from engine.engine import Engine
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, NativeUnavailable
 from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
 from engine.machine import memory_bytes
 from engine.model.llama import Model
 from engine.model.registry import load_model
 from engine.model_config import model_fingerprint
+from engine.native.blocks import NativeBlockCopier, load_block_copier
 from engine.plan import Pool, check_pool, pool_of
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 32
 
@@ -37,6 +41,8 @@ class EngineParts:
     max_model_len: int
     max_requests: int
     """Requests that the engine takes, running and waiting together."""
+    native: NativeBlockCopier | None
+    """None: there is no compiler, or none was wanted."""
     timings: Mapping[str, float]
     """Seconds of each part of the build."""
 
@@ -119,5 +125,16 @@ def assemble_engine(
         identity=identity,
         max_model_len=max_model_len,
         max_requests=config.scheduler.max_num_seqs + config.scheduler.max_waiting,
+        native=_load_native(config.native_cache),
         timings={**(timings or {}), "kv_and_engine_s": time.monotonic() - started},
     )
+
+
+def _load_native(cache: str | None) -> NativeBlockCopier | None:
+    if cache is None:
+        return None
+    try:
+        return load_block_copier(Path(cache))
+    except NativeUnavailable as error:
+        logger.warning("no native code, so KV blocks are copied and digested in Python: %s", error)
+        return None

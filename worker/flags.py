@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,11 @@ def _options() -> list[click.Parameter]:
             default=_SCHEDULER.priority_step_s,
         ),
         option("--threads", "Threads of torch.", type=int, default=_ENGINE.num_threads),
+        option(
+            "--native-cache",
+            "Folder for native libraries, compiled at the first start.",
+            default=lambda: str(Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}" / "native"),
+        ),
         option("--drain-s", "Seconds that live requests get on a stop.", type=float, default=1.0),
         click.Option(["--exit-with-parent"], is_flag=True, help="Stop when the parent process dies (Linux)."),
     ]
@@ -87,6 +94,7 @@ def _worker_config(role: str, **flags: Any) -> WorkerConfig:
             dtype=flags["dtype"],
             **{name: flags[name] for name in KNOBS},
             num_threads=flags["threads"],
+            native_cache=flags["native_cache"],
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=flags["max_num_batched_tokens"],
                 max_num_seqs=flags["max_num_seqs"],

@@ -163,6 +163,7 @@ class Welcome(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     LINK_ENDPOINT_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    NATIVE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
@@ -180,6 +181,8 @@ class Welcome(_message.Message):
     link_endpoint: _builtins.bytes
     """Decode worker: where prefill workers connect to. Opaque to routers."""
     pid: _builtins.int
+    native: _builtins.str
+    """Instruction set of its native code; empty if it has none and copies KV blocks in Python."""
     def __init__(
         self,
         *,
@@ -194,10 +197,11 @@ class Welcome(_message.Message):
         max_model_len: _builtins.int = ...,
         link_endpoint: _builtins.bytes = ...,
         pid: _builtins.int = ...,
+        native: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "link_endpoint", b"link_endpoint", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "link_endpoint", b"link_endpoint", "max_model_len", b"max_model_len", "model", b"model", "native", b"native", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from kv_links import (
     WAIT_S,
     Done,
     Failed,
+    MemoryPool,
     RecordingReceiverListener,
     RecordingSenderListener,
     block_hash,
@@ -19,12 +21,14 @@ from kv_links import (
     in_time,
     only,
     outgoing,
+    same_bytes,
     ticket,
 )
 
 from engine.errors import HandshakeRefused
 from engine.kernels.reference import store_kv
 from engine.kv_cache import KvCache
+from engine.native.blocks import load_block_copier
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.reservation import ExpectedBlock, ReservationTable
 from kv_transfer.sender import KvSender
@@ -50,6 +54,35 @@ def test_tensors_written_at_prefill_are_read_at_decode(transport: str) -> None:
     assert isinstance(listener.next(), Done)
     assert all(torch.equal(target.pool[3 - n], source.pool[n]) for n in range(3))
     assert not target.pool[0].any()
+    sender.close(WAIT_S)
+    receiver.close(WAIT_S)
+    table.check_integrity()
+    source.close()
+    target.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("native_end", ["sender", "receiver"])
+def test_native_and_python_ends_agree_on_every_byte(transport: str, native_end: str, tmp_path: Path) -> None:
+    native = load_block_copier(tmp_path)
+    source, target = MemoryPool(num_blocks=80), MemoryPool(num_blocks=80)
+    source.fill(seed=5)
+    table, listener = ReservationTable("1"), RecordingSenderListener()
+    copier = native if native_end == "receiver" else None
+    receiver = KvReceiver(identity("decode-0"), target, table, RecordingReceiverListener(), copier=copier)
+    receiver.start()
+    copier = native if native_end == "sender" else None
+    sender = KvSender(identity("prefill-0"), source, listener, copier=copier)
+    places = {n: 79 - n for n in range(80)}
+    expected = [ExpectedBlock(ordinal=n, slot=slot, generation=1, hash=block_hash(n)) for n, slot in places.items()]
+    table.open("t", expected, lease_until=time.monotonic() + 5)
+
+    sender.open("t", ticket("t", only(receiver.endpoint(), transport), places), in_time())
+    sender.send("t", outgoing(range(80)))  # 2.5 MiB: past the caches on the native side
+    sender.finish("t")
+
+    assert isinstance(listener.next(), Done)
+    assert all(same_bytes(source, n, target, slot) for n, slot in places.items())
     sender.close(WAIT_S)
     receiver.close(WAIT_S)
     table.check_integrity()

@@ -14,6 +14,7 @@ from decode_worker.actor import DecodeActor
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.native.blocks import load_block_copier
 from prefill_worker.actor import PrefillActor
 from worker.config import WorkerConfig
 from worker.process import RunningWorker
@@ -72,3 +73,40 @@ async def test_an_actor_starts_and_stops_a_worker_and_its_tripwire_never_returns
 
     assert (report["worker_id"], report["role"], report["num_blocks"]) == ("w7", role, 8)
     assert not done
+
+
+@pytest.mark.parametrize("actor_class", [PrefillActor, DecodeActor])
+async def test_a_worker_says_what_native_code_it_has(tmp_path: Path, actor_class: type[Any]) -> None:
+    native = load_block_copier(tmp_path / "native")
+    engine = EngineConfig(
+        model_path=str(make_tiny_model(tmp_path)),
+        dtype="float32",
+        num_blocks_override=8,
+        native_cache=str(tmp_path / "native"),
+    )
+    actor = actor_class(WorkerConfig(worker_id="w7", model_name="tiny", engine=engine, drain_s=0.0))
+    report = await actor.start()
+    await actor.stop()
+
+    assert report["native"] == native.name
+
+
+async def test_a_worker_without_a_compiler_runs_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    engine = EngineConfig(
+        model_path=str(make_tiny_model(tmp_path)),
+        dtype="float32",
+        num_blocks_override=8,
+        native_cache=str(tmp_path / "native"),
+    )
+    actor = DecodeActor(WorkerConfig(worker_id="w7", model_name="tiny", engine=engine, drain_s=0.0))
+    report = await actor.start()
+    await actor.stop()
+
+    assert report["native"] == ""
+    assert [record.message for record in caplog.records if "native" in record.message] == [
+        "no native code, so KV blocks are copied and digested in Python: "
+        "no compiler: none of cc, gcc, clang is on the path"
+    ]

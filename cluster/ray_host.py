@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import signal
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
@@ -46,7 +47,7 @@ class RayHost:
         self._worker_classes = worker_classes
         self._model_path = model_path
         self._runtime = runtime
-        self._router_config = spec.router_config(model_path)
+        self._router_config = replace(spec.router_config(model_path), routing_seed=secrets.randbits(64))
         self._roles = {worker_id: role for role in ROLES for worker_id in spec.worker_ids(role)}
 
     def start(self, member_id: str) -> RayHandle:

@@ -49,6 +49,7 @@ from kv_transfer.identity import PeerIdentity
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.reservation import ReservationTable
 from kvrelay.v1 import worker_pb2
+from worker.block_feed import BlockFeed
 from worker.config import WorkerConfig
 from worker.core import WorkerCore
 from worker.engine_builder import EngineParts, build_engine
@@ -102,6 +103,10 @@ class DecodeWorker:
 
     def pool(self) -> Pool:
         return self._core.parts.pool
+
+    @property
+    def block_feed(self) -> BlockFeed:
+        return self._core.block_feed
 
     def timings(self) -> Mapping[str, float]:
         return self._core.parts.timings

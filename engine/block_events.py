@@ -1,4 +1,6 @@
-"""Tells whoever follows a pool which contents became resident and which are gone. Knows hashes, no blocks.
+"""Tells whoever follows a pool which contents became resident and which are gone. Knows no blocks.
+
+A content goes by its hash, or by the routing key that stands for it (`block_names`): "hash" below is either.
 
 A follower keeps a set of hashes for each (worker, incarnation). It applies every event whose sequence is its last one
 plus 1, and compares `digest` afterwards; `Cleared` needs no predecessor. On a gap before any other event, on a digest

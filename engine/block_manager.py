@@ -161,12 +161,12 @@ class BlockManager:
         self._num_copies += 1
         return copy
 
-    def register(self, block: int, content_hash: bytes, parent: bytes | None) -> int:
+    def register(self, block: int, content_hash: bytes, parent: bytes | None, name: bytes = b"") -> int:
         """Let `lookup` find a held block whose KV is complete. Returns the block to use for this content from now on.
 
         That is another block if one with this content was registered first; `block` then stays without a hash, and
         its holder does best to change over. It stays so too if its parent, by hash, is not resident (any more).
-        `parent` is None for the first block of a chain.
+        `parent` is None for the first block of a chain. Events call the block by `name`, if it is not empty.
         """
         self._check_held((block,))
         if block in self._leased or self._index.hash_of(block) not in (None, content_hash):
@@ -174,7 +174,7 @@ class BlockManager:
         resident = self._index.block_of(content_hash)
         if resident is not None:
             return resident
-        self._index.add(block, content_hash, parent)
+        self._index.add(block, content_hash, parent, name)
         return block
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.adoption import Adoption, MissingBlock
 from engine.block_hash import BlockIdentity, block_chain, extend_chain, pack_tokens
 from engine.block_manager import BlockManager
+from engine.block_names import BlockNames
 from engine.config import CacheConfig
 from engine.host_tier import HostTier
 from engine.request import Request, RequestKind, RequestStatus
@@ -60,12 +61,18 @@ class BlockTables:
     """
 
     def __init__(
-        self, config: CacheConfig, blocks: BlockManager, identity: BlockIdentity, host: HostTier | None = None
+        self,
+        config: CacheConfig,
+        blocks: BlockManager,
+        identity: BlockIdentity,
+        host: HostTier | None = None,
+        names: BlockNames | None = None,
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._identity = identity
         self._host = host
+        self._names = names or BlockNames()
         self._quarantines: list[_Quarantine] = []
 
     @property
@@ -328,9 +335,10 @@ class BlockTables:
 
     def _register_full_blocks(self, request: Request, num_full: int) -> None:
         self._hash_full_blocks(request)
+        hashes, names = request.block_hashes, self._names.of(request, self._config.block_size)
         for i in range(request.num_published_blocks, num_full):
             own = request.block_table[i]
-            first = self._blocks.register(own, request.block_hashes[i], request.block_hashes[i - 1] if i else None)
+            first = self._blocks.register(own, hashes[i], hashes[i - 1] if i else None, names[i])
             if first != own:
                 self._blocks.acquire([first])
                 self._blocks.release([own])

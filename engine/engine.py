@@ -22,6 +22,7 @@ from engine.block_copy import HostCopies, copy_block
 from engine.block_events import EventBatch, Snapshot
 from engine.block_hash import BlockIdentity
 from engine.block_manager import BlockManager, BlockStats
+from engine.block_names import BlockNames
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import EngineError, InternalError, RequestError
 from engine.host_tier import HostStats, HostTier
@@ -111,8 +112,9 @@ class Engine:
             on_evict=self._host.store if self._host else None,
             incarnation=incarnation,
         )
+        self.names = BlockNames()
         self._scheduler = Scheduler(
-            scheduler_config, cache_config, self._blocks, identity, max_model_len, host=self._host
+            scheduler_config, cache_config, self._blocks, identity, max_model_len, host=self._host, names=self.names
         )
         self._clock = clock
         self._rates = StepRates()

@@ -25,6 +25,8 @@ class PrefixIndex:
         self._block_of: dict[bytes, int] = {}
         self._parent: dict[int, int] = {}
         self._children: dict[int, dict[int, None]] = {}
+        self._name_of: dict[int, bytes] = {}
+        """Of each entry: what followers know it by."""
 
     def __contains__(self, block: int) -> bool:
         return block in self._hash_of
@@ -52,17 +54,23 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def add(self, block: int, content_hash: bytes, parent: bytes | None) -> bool:
-        """Enter a block without a hash under a hash without a block. False, and no entry, if the parent has none."""
+    def add(self, block: int, content_hash: bytes, parent: bytes | None, name: bytes = b"") -> bool:
+        """Enter a block without a hash under a hash without a block. False, and no entry, if the parent has none.
+
+        `name` is told to followers in place of the hash, unless it is empty.
+        """
+        parent_name = None
         if parent is not None:
             parent_block = self._block_of.get(parent)
             if parent_block is None:
                 return False
             self._parent[block] = parent_block
             self._children.setdefault(parent_block, {})[block] = None
+            parent_name = self._name_of[parent_block]
         self._hash_of[block] = content_hash
         self._block_of[content_hash] = block
-        self._events.stored(content_hash, parent)
+        self._name_of[block] = name or content_hash
+        self._events.stored(self._name_of[block], parent_name)
         return True
 
     def remove(self, block: int) -> list[int]:
@@ -81,16 +89,16 @@ class PrefixIndex:
         for member, content_hash in zip(subtree, hashes, strict=True):
             del self._block_of[content_hash]
             self._parent.pop(member, None)
-        self._events.removed(hashes)
+        self._events.removed([self._name_of.pop(member) for member in subtree])
         return subtree
 
     def clear(self) -> None:
-        for table in (self._hash_of, self._block_of, self._parent, self._children):
+        for table in (self._hash_of, self._block_of, self._parent, self._children, self._name_of):
             table.clear()
         self._events.cleared()
 
     def snapshot(self) -> Snapshot:
-        return self._events.snapshot(self._hash_of[block] for block in self._parents_first())
+        return self._events.snapshot(self._name_of[block] for block in self._parents_first())
 
     def check_integrity(self) -> None:
         assert self._block_of == {content_hash: block for block, content_hash in self._hash_of.items()}
@@ -101,7 +109,8 @@ class PrefixIndex:
         assert all(self._children.values()), "an empty set of children"
         assert sum(map(len, self._children.values())) == len(self._parent)
         assert sorted(self._parents_first()) == sorted(self._hash_of)
-        self._events.check_integrity(self._block_of.keys())
+        assert self._name_of.keys() == self._hash_of.keys()
+        self._events.check_integrity(self._name_of.values())
 
     def _parents_first(self) -> Iterator[int]:
         level = [block for block in self._hash_of if block not in self._parent]

@@ -7,6 +7,7 @@ from enum import Enum
 
 from engine.adoption import Adoption
 from engine.errors import InternalError, RequestError
+from engine.routing_key import RunningRoutingKey
 from engine.sampling_params import SamplingParams
 
 MAX_PRIORITY = 8
@@ -92,6 +93,10 @@ class Request:
     """
     block_hashes: list[bytes] = field(default_factory=list, init=False)
     """Content hashes of the full blocks of `token_ids`, as far as they were needed."""
+    block_names: list[bytes] = field(default_factory=list, init=False)
+    """Names of the full blocks in block events, as far as they were needed."""
+    routing_key: RunningRoutingKey | None = field(default=None, init=False, repr=False)
+    """Of the blocks in `block_names`, if those are routing keys."""
     num_released_blocks: int = field(default=0, init=False)
     num_published_blocks: int = field(default=0, init=False)
     """Leading blocks of `block_table` that other requests can find by hash."""

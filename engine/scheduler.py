@@ -10,6 +10,7 @@ from engine.adoption import Adoption
 from engine.batch import GrantedBlocks, ScheduledBatch, ScheduledSequence
 from engine.block_hash import BlockIdentity
 from engine.block_manager import BlockManager
+from engine.block_names import BlockNames
 from engine.block_tables import BlockTables
 from engine.config import CacheConfig, SchedulerConfig
 from engine.decision import Admission, SchedulerState, decide
@@ -76,12 +77,13 @@ class Scheduler:
         *,
         growth: GrowthPolicy | None = None,
         host: HostTier | None = None,
+        names: BlockNames | None = None,
     ) -> None:
         self._config = config
         self._cache_config = cache_config
         self._max_model_len = max_model_len
         self._pool = block_manager
-        self._tables = BlockTables(cache_config, block_manager, identity, host)
+        self._tables = BlockTables(cache_config, block_manager, identity, host, names)
         self._host = host
         self._shares = TenantShares()
         self._growth = growth or LearntGrowth(cache_config.block_size)

@@ -37,6 +37,7 @@ from kv_transfer.stats import TransferStats
 from kvrelay.v1 import worker_pb2
 from prefill_worker.computing import PromptComputer
 from prefill_worker.shipment import Shipment
+from worker.block_feed import BlockFeed
 from worker.config import WorkerConfig
 from worker.core import WorkerCore
 from worker.engine_builder import EngineParts, build_engine
@@ -102,6 +103,10 @@ class PrefillWorker:
 
     def pool(self) -> Pool:
         return self._core.parts.pool
+
+    @property
+    def block_feed(self) -> BlockFeed:
+        return self._core.block_feed
 
     def timings(self) -> Mapping[str, float]:
         return self._core.parts.timings

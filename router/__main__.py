@@ -60,6 +60,9 @@ async def serve(config: RouterConfig, grace_s: float) -> None:
     show_default=True,
     help="The decode worker computes prompts of at most this many tokens.",
 )
+@click.option(
+    "--routing-seed", type=int, default=0, show_default=True, help="The same for all routers of a cluster, best secret."
+)
 @click.option("--grace-s", type=float, default=5.0, show_default=True, help="For live requests on a stop.")
 def main(
     model: Path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
+from engine.routing_key import MAX_SEED
 
 MIB = 1024 * 1024
 
@@ -53,6 +54,14 @@ class RouterConfig:
     explain_capacity: int = 1000
     """Requests whose placement can still be explained."""
 
+    routing_seed: int = 0
+    """Of routing keys; the same for all routers of a cluster, also after a restart. Who knows it can have requests sent
+    to the wrong worker, and nothing else: `kvrelay up` draws one."""
+    index_bytes: int = 512 * MIB
+    """The prefix index takes no more. Too low: prompts are sent to workers that do not hold their beginning."""
+    speculation_s: float = 10.0
+    """How long dispatched work counts as resident before the worker has said so; up to twice as long."""
+
     connect_timeout_s: float = 3.0
     """From dialling a worker to its welcome."""
     silence_s: float = 3.0
@@ -92,6 +101,8 @@ class RouterConfig:
         self._check_amounts()
 
     def _check_amounts(self) -> None:
+        if not 0 <= self.routing_seed <= MAX_SEED:
+            raise ConfigError(f"routing_seed must be in [0, 2^64), got {self.routing_seed}")
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -114,6 +125,7 @@ _COUNTS = (
     "max_prompt_bytes",
     "tokenizer_processes",
     "max_worker_message_bytes",
+    "index_bytes",
 )
 _SECONDS = (
     "retry_after_s",
@@ -127,4 +139,5 @@ _SECONDS = (
     "reconnect_min_s",
     "keepalive_s",
     "body_timeout_s",
+    "speculation_s",
 )

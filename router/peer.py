@@ -25,6 +25,8 @@ class Peer:
     num_blocks: int
     max_model_len: int
     pid: int
+    tells_blocks: bool = False
+    """Whether it says which blocks are resident."""
 
     @classmethod
     def from_welcome(cls, welcome: worker_pb2.Welcome, address: str) -> Peer:
@@ -49,6 +51,7 @@ class Peer:
             num_blocks=welcome.num_blocks,
             max_model_len=welcome.max_model_len,
             pid=welcome.pid,
+            tells_blocks=welcome.tells_blocks,
         )
 
 

@@ -8,7 +8,7 @@ prediction: a wrong answer costs a recompute and nothing else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -119,9 +119,9 @@ class PrefixIndex:
         self._dead |= 1 << slot
         self._sweep_left[slot] = NUM_SHARDS
 
-    def store(self, slot: int, keys: Iterable[int]) -> int:
-        """The worker holds these. Returns how many it was not known to hold; a key may come again."""
-        bit, added, fresh = 1 << slot, 0, 0
+    def store(self, slot: int, keys: Sequence[int]) -> int:
+        """The worker holds these. Returns the sum of those that it was not known to hold; a key may come again."""
+        bit, added, fresh = 1 << slot, sum(keys), 0
         shards, shared = self._shards, self._shared
         for key in keys:
             shard = shards[key & _SHARD_MASK]
@@ -130,19 +130,20 @@ class PrefixIndex:
                 shard[key] = bit
                 fresh += 1
             else:
-                if not holders & bit:
-                    added += 1
+                if holders & bit:
+                    added -= key
+                else:
                     holders = shared(holders | bit)
                 del shard[key]
                 shard[key] = holders
         self._num_keys += fresh
         if self._num_keys > self._max_keys:
             self._evict()
-        return added + fresh
+        return added
 
-    def remove(self, slot: int, keys: Iterable[int]) -> int:
-        """The worker holds these no more. Returns how many it was known to hold."""
-        bit, removed, gone = 1 << slot, 0, 0
+    def remove(self, slot: int, keys: Sequence[int]) -> int:
+        """The worker holds these no more. Returns the sum of those that it was known to hold."""
+        bit, removed, gone = 1 << slot, sum(keys), 0
         shards, shared = self._shards, self._shared
         for key in keys:
             shard = shards[key & _SHARD_MASK]
@@ -152,11 +153,12 @@ class PrefixIndex:
                 gone += 1
             elif holders & bit:
                 shard[key] = shared(holders & ~bit)
-                removed += 1
+            else:
+                removed -= key
         self._num_keys -= gone
-        return removed + gone
+        return removed
 
-    def speculate(self, slot: int, keys: Iterable[int], now: float) -> None:
+    def speculate(self, slot: int, keys: Sequence[int], now: float) -> None:
         """The worker was asked to compute these; they count as resident until it tells, or for a while.
 
         `now`: seconds of one monotonic clock, as in every call. What is resident already counts as just used.
@@ -225,8 +227,13 @@ class PrefixIndex:
 
     def resident(self, slot: int) -> Iterator[int]:
         """All keys of a worker, speculation aside. O(keys): for tests and idle moments."""
-        bit = 1 << slot & self._alive
+        bit = (1 << slot) & self._alive
         return (key for shard in self._shards for key, holders in shard.items() if holders & bit)
+
+    @property
+    def evictions(self) -> int:
+        """Keys dropped for want of room, since the start."""
+        return self._num_evictions
 
     def stats(self) -> IndexStats:
         speculative = len(self._speculative) + len(self._older)

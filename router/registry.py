@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from router.config import RouterConfig
 from router.peer import Peer, check_peer
 from router.policy import DECODE, WorkerSnapshot
+from router.prefix_index import PrefixIndex
 from router.session import WorkerSession
 from router.worker_client import WorkerClient, WorkerState
 
@@ -47,6 +48,8 @@ class Registry:
     def __init__(self, config: RouterConfig, fingerprint: bytes) -> None:
         self._config = config
         self._fingerprint = fingerprint
+        self.index = PrefixIndex(config.index_bytes, config.speculation_s)
+        """Of what is resident at the ready workers."""
         self._clients: dict[str, WorkerClient] = {}
         """By worker id where the cluster told it, else by address."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -178,7 +181,7 @@ class Registry:
         def accept(peer: Peer) -> None:
             check_peer(peer, self._fingerprint, [session.peer for session in self._sessions()], expected_id)
 
-        client = WorkerClient(address, self._config, accept, self._notify)
+        client = WorkerClient(address, self._config, accept, self._notify, self.index)
         self._clients[key] = client
         task = asyncio.get_running_loop().create_task(client.run(), name=f"worker {address}")
         task.add_done_callback(_log_fault)

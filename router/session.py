@@ -15,7 +15,9 @@ from typing import Self, TypeAlias
 from engine.errors import EngineError, ProtocolError, WorkerLost
 from kvrelay._status import error_from_name
 from kvrelay.v1 import worker_pb2
+from router.block_follower import BlockFollower
 from router.peer import Peer
+from router.prefix_index import PrefixIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,10 @@ class WorkerSession:
     of requests in flight at the worker is the number of lanes, and nothing else counts it.
     """
 
-    def __init__(self, peer: Peer, max_outbox: int, abort: Callable[[], None]) -> None:
+    def __init__(
+        self, peer: Peer, max_outbox: int, abort: Callable[[], None], index: PrefixIndex | None = None
+    ) -> None:
+        """What the worker tells of its blocks goes to `index`, if it tells any."""
         self.peer = peer
         self.load = worker_pb2.Load()
         self.strays = 0
@@ -133,6 +138,10 @@ class WorkerSession:
         self._outbox: deque[worker_pb2.SessionRequest] = deque()
         self._queued = asyncio.Event()
         self._over: WorkerLost | None = None
+        self.blocks: BlockFollower | None = None
+        """None: the worker does not tell, or the session is over."""
+        if index is not None and peer.tells_blocks:
+            self.blocks = BlockFollower(index, self._ask_for_list, _now())
 
     @property
     def in_flight(self) -> int:
@@ -193,6 +202,9 @@ class WorkerSession:
             self._deliver(response.handed_over.request_id, response.handed_over)
         elif kind == "ended":
             self._deliver(response.ended.request_id, _lane_closed(response.ended))
+        elif kind == "block_changes":
+            if self.blocks is not None:
+                self.blocks.apply(response.block_changes, _now())
         elif kind == "welcome":
             raise ProtocolError("the worker sent a second welcome")
         # None: a message of a newer protocol. It is about nothing that we asked for.
@@ -203,6 +215,9 @@ class WorkerSession:
             return
         self._over = reason
         self._outbox.clear()
+        blocks, self.blocks = self.blocks, None
+        if blocks is not None:
+            blocks.close()
         for lane in list(self._lanes.values()):
             lane.deliver(LaneClosed(reason, retryable=True, lost=True))
         self.check_integrity()
@@ -215,12 +230,19 @@ class WorkerSession:
         assert not any(lane.closed for lane in self._lanes.values()), "a closed lane is still known"
         assert self._over is None or not self._lanes, "a session that is over has lanes"
 
+    def _ask_for_list(self, number: int) -> None:
+        self.send(worker_pb2.SessionRequest(list_blocks=worker_pb2.ListBlocks(number=number)))
+
     def _deliver(self, request_id: str, message: LaneMessage) -> None:
         lane = self._lanes.get(request_id)
         if lane is None:
             self.strays += 1
         else:
             lane.deliver(message)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _lane_closed(ended: worker_pb2.Ended) -> LaneClosed:

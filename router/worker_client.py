@@ -19,6 +19,7 @@ from kvrelay._wire import PROTOCOL_VERSION
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from router.config import RouterConfig
 from router.peer import Peer
+from router.prefix_index import PrefixIndex
 from router.session import WorkerSession
 from router.silence import SilenceWatch
 
@@ -47,6 +48,7 @@ class WorkerClient:
         config: RouterConfig,
         accept: Callable[[Peer], None],
         changed: Callable[[], None],
+        index: PrefixIndex,
     ) -> None:
         """`accept` raises `HandshakeRefused` for a worker that may not serve; `changed` is told of every new state."""
         self.address = address
@@ -63,6 +65,7 @@ class WorkerClient:
         self._config = config
         self._accept = accept
         self._changed = changed
+        self._index = index
 
     @property
     def name(self) -> str:
@@ -99,7 +102,9 @@ class WorkerClient:
         return self.session is not None, reason
 
     async def _converse(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
-        hello = worker_pb2.Hello(protocol=PROTOCOL_VERSION, router_id=self._config.router_id)
+        hello = worker_pb2.Hello(
+            protocol=PROTOCOL_VERSION, router_id=self._config.router_id, routing_seed=self._config.routing_seed
+        )
         call = stub.Session()
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
@@ -123,7 +128,7 @@ class WorkerClient:
                 def give_up() -> None:
                     scope.reschedule(loop.time())
 
-                session = WorkerSession(peer, self._config.max_outbox, give_up)
+                session = WorkerSession(peer, self._config.max_outbox, give_up, self._index)
                 self._become_ready(session)
                 writer = asyncio.create_task(_write(call, session), name=f"writer to {self.address}")
                 try:

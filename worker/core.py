@@ -14,11 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVarTuple
 
+from engine.block_events import Cleared, EventBatch, Snapshot
 from engine.engine import Engine, StepOutput
 from engine.errors import DeadlineExceeded, Draining, EngineError, InternalError
 from engine.step_loop import StepLoop
 from kvrelay._wire import PROTOCOL_VERSION
 from kvrelay.v1 import worker_pb2
+from worker.block_feed import BlockFeed
 from worker.config import WorkerConfig
 from worker.engine_builder import EngineParts
 from worker.live import LiveRequests, T
@@ -31,6 +33,8 @@ Ts = TypeVarTuple("Ts")
 
 STOP_TIMEOUT_S = 4.0
 """For each part of a stop."""
+BLOCK_CHANGES_GAP_S = 0.02
+"""Changes of what is resident are merged over this time before routers are told."""
 _COMMANDS_PER_REQUEST = 16
 """More than a request ever has on the engine thread's list, its blocks' arrivals aside."""
 
@@ -50,15 +54,21 @@ class WorkerCore(Generic[T]):
         self.parts = parts
         self.incarnation = uuid.uuid4().hex
         self.live: LiveRequests[T] = LiveRequests(parts.max_requests)
+        self.block_feed = BlockFeed(
+            parts.kv.num_blocks, lambda seed: self.post(lambda engine: engine.names.use_seed(seed))
+        )
+        self._deliver = deliver
         self._step_loop = StepLoop(
             parts.engine,
-            deliver,
+            self._on_output,
             on_fault=self._on_fault,
             max_pending=parts.kv.num_blocks + _COMMANDS_PER_REQUEST * parts.max_requests,
         )
         self._reporter = LoadReporter(self._step_loop, parts.engine.stats())
         self._threads = threads or RealThreads(self._step_loop)
         self._draining = False
+        self._blocks_due = False
+        """Whether the changes of blocks are to be taken from the engine, or are on their way."""
 
     def start(self) -> None:
         self._threads.start()
@@ -99,9 +109,11 @@ class WorkerCore(Generic[T]):
             link_endpoint=link_endpoint,
             pid=os.getpid(),
             native=self.parts.native.name if self.parts.native is not None else "",
+            tells_blocks=True,
         )
 
     async def load(self) -> worker_pb2.Load:
+        self._blocks_may_have_changed()
         return await self._reporter.report()
 
     def check_new(self, session: Session, request_id: str) -> None:
@@ -140,6 +152,27 @@ class WorkerCore(Generic[T]):
     def call_later(self, delay_s: float, callback: Callable[[*Ts], None], *args: *Ts) -> Timer:
         """Run `callback` on the event loop after `delay_s`, with or without traffic."""
         return self._threads.call_later(delay_s, callback, *args)
+
+    def _on_output(self, output: StepOutput) -> None:
+        """On the engine thread, after every step."""
+        if not self._blocks_due:
+            self.notify(self._blocks_may_have_changed)
+        self._deliver(output)
+
+    def _blocks_may_have_changed(self) -> None:
+        if self.block_feed.has_seed and not self._blocks_due:
+            self._blocks_due = True
+            self.call_later(BLOCK_CHANGES_GAP_S, self.post, self._take_block_events)
+
+    def _take_block_events(self, engine: Engine) -> None:
+        """On the engine thread."""
+        batch = engine.take_block_events()
+        resync = any(isinstance(event, Cleared) and event.resync for event in batch.events)
+        self.notify(self._feed_blocks, batch, engine.block_snapshot() if resync else None)
+
+    def _feed_blocks(self, batch: EventBatch, snapshot: Snapshot | None) -> None:
+        self._blocks_due = False
+        self.block_feed.apply(batch.events, snapshot)
 
     def _on_fault(self, error: Exception) -> None:
         """On the engine thread: something other than one batch failed. The loop goes on."""

@@ -90,6 +90,8 @@ class WorkerServer:
             await context.abort(refused.code, refused.reason)
         self._sessions.add(session)
         try:
+            if session.wants_blocks:
+                session.tell_blocks(self._role.block_feed)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(session.wait_over())
                 tasks.create_task(self._read(session, requests))
@@ -99,6 +101,8 @@ class WorkerServer:
             over = cast(SessionOver, ends.exceptions[0])
         finally:
             self._sessions.discard(session)
+            if session.blocks is not None:
+                self._role.block_feed.close(session.blocks)
             session.close(grpc.StatusCode.CANCELLED, "the stream ended")
             self._role.session_ended(session)
             logger.info("session with router %s ended: %s", session.router_id, over or "cancelled")
@@ -125,7 +129,13 @@ class WorkerServer:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"protocol {hello.protocol}: this worker speaks {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}",
             )
-        session = Session(hello.router_id, self._config.max_outbox)
+        wants_blocks = hello.HasField("routing_seed")
+        if wants_blocks and not self._role.block_feed.accept_seed(hello.routing_seed):
+            raise SessionOver(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "its routing seed is not that of the first router of this worker: a cluster has one",
+            )
+        session = Session(hello.router_id, self._config.max_outbox, wants_blocks=wants_blocks)
         await context.write(worker_pb2.SessionResponse(welcome=self._role.welcome()))
         logger.info("session with router %s (protocol %d)", hello.router_id, hello.protocol)
         return session
@@ -134,6 +144,10 @@ class WorkerServer:
         while True:
             message = await _next_request(requests)
             kind = message.WhichOneof("message")
+            if kind == "list_blocks":
+                if session.blocks is not None and message.list_blocks.number:
+                    session.blocks.list_blocks(message.list_blocks.number)
+                continue
             if kind is None or kind == "hello":
                 raise SessionOver(grpc.StatusCode.INVALID_ARGUMENT, f"expected a request, got {kind or 'nothing'}")
             request_id: str = getattr(message, kind).request_id
@@ -161,6 +175,8 @@ class WorkerServer:
             session.load_due.clear()
             try:
                 session.send_load(await self._role.load())
+                if session.blocks is not None:
+                    session.blocks.beat()
             except EngineError as error:  # the engine is gone: to be seen as lost is all that is left to do
                 await self._health.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
                 raise SessionOver(grpc.StatusCode.UNAVAILABLE, str(error)) from error

@@ -15,6 +15,7 @@ import grpc
 from engine.errors import EngineError
 from engine.plan import Pool
 from kvrelay.v1 import worker_pb2
+from worker.block_feed import BlockFeed, BlockOutbox
 
 
 class SessionOver(Exception):
@@ -37,13 +38,17 @@ class Session:
     that does not read would otherwise cost memory without limit.
     """
 
-    def __init__(self, router_id: str, max_outbox: int) -> None:
+    def __init__(self, router_id: str, max_outbox: int, *, wants_blocks: bool = False) -> None:
         self.router_id = router_id
+        self.wants_blocks = wants_blocks
+        """Whether the router looks prefixes up, under the seed that it gave."""
         self.load_due = asyncio.Event()
         """Set it when a request began or ended: a load report follows before the next heartbeat."""
         self._max_outbox = max_outbox
         self._outbox: deque[worker_pb2.SessionResponse] = deque()
         self._load: worker_pb2.Load | None = None
+        self.blocks: BlockOutbox | None = None
+        """What is to be said of resident blocks, after all else; None if the router does not want to know."""
         self._changed = asyncio.Event()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -65,6 +70,10 @@ class Session:
         """Queue a load report in place of one that was not written yet: only the newest says anything."""
         self._load = load
         self._changed.set()
+
+    def tell_blocks(self, feed: BlockFeed) -> None:
+        """From now on."""
+        self.blocks = feed.open(self._changed.set)
 
     def send_ended(self, request_id: str, error: EngineError | None) -> None:
         """Last word on a request: `error` is None if it finished or was cancelled."""
@@ -95,6 +104,8 @@ class Session:
             if self._load is not None:
                 load, self._load = self._load, None
                 return worker_pb2.SessionResponse(load=load)
+            if self.blocks is not None and (changes := self.blocks.next_message()) is not None:
+                return worker_pb2.SessionResponse(block_changes=changes)
             self._changed.clear()
             await self._changed.wait()
 
@@ -106,6 +117,10 @@ class Role(Protocol):
 
     def pool(self) -> Pool:
         """The KV pool, in numbers."""
+
+    @property
+    def block_feed(self) -> BlockFeed:
+        """What is resident, for routers."""
 
     def timings(self) -> Mapping[str, float]:
         """How long each part of the start took, in seconds."""

@@ -28,6 +28,7 @@ class SessionRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    LIST_BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First, exactly once."""
@@ -46,6 +47,8 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def list_blocks(self) -> Global___ListBlocks: ...
     def __init__(
         self,
         *,
@@ -54,12 +57,13 @@ class SessionRequest(_message.Message):
         start: Global___Start | None = ...,
         prefill: Global___Prefill | None = ...,
         cancel: Global___Cancel | None = ...,
+        list_blocks: Global___ListBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "prefill", b"prefill", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "list_blocks", b"list_blocks", "message", b"message", "prefill", b"prefill", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "prefill", b"prefill", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "list_blocks", b"list_blocks", "message", b"message", "prefill", b"prefill", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserve", "start", "prefill", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserve", "start", "prefill", "cancel", "list_blocks"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -76,6 +80,7 @@ class SessionResponse(_message.Message):
     HANDED_OVER_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    BLOCK_CHANGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """First, exactly once; or the call ends with FAILED_PRECONDITION."""
@@ -104,6 +109,10 @@ class SessionResponse(_message.Message):
     def ended(self) -> Global___Ended:
         """Last word on a request: nothing of it is left on this worker."""
 
+    @_builtins.property
+    def block_changes(self) -> Global___BlockChanges:
+        """At least with every heartbeat, to a router that gave a routing seed."""
+
     def __init__(
         self,
         *,
@@ -114,12 +123,13 @@ class SessionResponse(_message.Message):
         handed_over: Global___HandedOver | None = ...,
         step: Global___Step | None = ...,
         ended: Global___Ended | None = ...,
+        block_changes: Global___BlockChanges | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handed_over", b"handed_over", "load", b"load", "message", b"message", "prefilled", b"prefilled", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_changes", b"block_changes", "ended", b"ended", "handed_over", b"handed_over", "load", b"load", "message", b"message", "prefilled", b"prefilled", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handed_over", b"handed_over", "load", b"load", "message", b"message", "prefilled", b"prefilled", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_changes", b"block_changes", "ended", b"ended", "handed_over", b"handed_over", "load", b"load", "message", b"message", "prefilled", b"prefilled", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "load", "reserved", "prefilled", "handed_over", "step", "ended"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "load", "reserved", "prefilled", "handed_over", "step", "ended", "block_changes"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -131,20 +141,28 @@ class Hello(_message.Message):
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    ROUTING_SEED_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Of the speaker. N and N-1 interoperate."""
     router_id: _builtins.str
+    routing_seed: _builtins.int
+    """Of the routing keys under which this router looks prefixes up. All routers of a cluster have the same; a worker
+    refuses another. Absent: the router does not want to know which blocks are resident.
+    """
     def __init__(
         self,
         *,
         protocol: _builtins.int = ...,
         router_id: _builtins.str = ...,
+        routing_seed: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_routing_seed", b"_routing_seed", "routing_seed", b"routing_seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_routing_seed", b"_routing_seed", "protocol", b"protocol", "router_id", b"router_id", "routing_seed", b"routing_seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__routing_seed: _TypeAlias = _typing.Literal["routing_seed"]  # noqa: Y015
+    _WhichOneofArgType__routing_seed: _TypeAlias = _typing.Literal["_routing_seed", b"_routing_seed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__routing_seed) -> _WhichOneofReturnType__routing_seed | None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
@@ -164,6 +182,7 @@ class Welcome(_message.Message):
     LINK_ENDPOINT_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     NATIVE_FIELD_NUMBER: _builtins.int
+    TELLS_BLOCKS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
@@ -183,6 +202,8 @@ class Welcome(_message.Message):
     pid: _builtins.int
     native: _builtins.str
     """Instruction set of its native code; empty if it has none and copies KV blocks in Python."""
+    tells_blocks: _builtins.bool
+    """Whether it takes ListBlocks and sends BlockChanges."""
     def __init__(
         self,
         *,
@@ -198,10 +219,11 @@ class Welcome(_message.Message):
         link_endpoint: _builtins.bytes = ...,
         pid: _builtins.int = ...,
         native: _builtins.str = ...,
+        tells_blocks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "link_endpoint", b"link_endpoint", "max_model_len", b"max_model_len", "model", b"model", "native", b"native", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "link_endpoint", b"link_endpoint", "max_model_len", b"max_model_len", "model", b"model", "native", b"native", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "tells_blocks", b"tells_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -651,6 +673,80 @@ class StepOutput(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
+
+@_typing.final
+class BlockChanges(_message.Message):
+    """What became resident at a worker and what is gone, by short routing key (the first 60 bits of the key, as a u64;
+    little-endian, eight bytes each). A message has no key in both lists.
+
+    A router that finds a gap in the sequence, or a digest that is not that of what it has noted, asks for a list.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    LIST_FIELD_NUMBER: _builtins.int
+    BEGINS_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Of the session: 1, 2, 3, ..."""
+    digest: _builtins.int
+    """Sum of all keys that are resident after these changes, modulo 2^64."""
+    removed: _builtins.bytes
+    stored: _builtins.bytes
+    dropped: _builtins.bool
+    """Changes were dropped before this message, because too many waited to be written: ask for a list."""
+    list: _builtins.int
+    """Not 0: `stored` is a part of the list with this number, as things are now."""
+    begins: _builtins.bool
+    """The list; its first part. Whatever was noted before is void."""
+    complete: _builtins.bool
+    """The list; its last part."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        digest: _builtins.int = ...,
+        removed: _builtins.bytes = ...,
+        stored: _builtins.bytes = ...,
+        dropped: _builtins.bool = ...,
+        list: _builtins.int = ...,
+        begins: _builtins.bool = ...,
+        complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins", "complete", b"complete", "digest", b"digest", "dropped", b"dropped", "list", b"list", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockChanges: _TypeAlias = BlockChanges  # noqa: Y015
+
+@_typing.final
+class ListBlocks(_message.Message):
+    """Asks for all that is resident. It comes in parts, when nothing else is to be said, and with changes in between."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """At least 1. A new request ends the one before."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBlocks: _TypeAlias = ListBlocks  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):

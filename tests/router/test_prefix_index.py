@@ -62,10 +62,10 @@ def test_only_the_deepest_matches_are_told(index: PrefixIndex) -> None:
 
 def test_storing_and_removing_tell_what_they_changed(index: PrefixIndex) -> None:
     slot, other = index.add_worker(), index.add_worker()
-    assert index.store(slot, [1, 2, 3]) == 3
-    assert index.store(slot, [2, 3, 4]) == 1
-    assert index.store(other, [4]) == 1
-    assert index.remove(slot, [4, 5]) == 1
+    assert index.store(slot, [1, 2, 3]) == 6
+    assert index.store(slot, [2, 3, 4]) == 4
+    assert index.store(other, [4]) == 4
+    assert index.remove(slot, [4, 5]) == 4
     assert index.remove(slot, [4]) == 0
     assert sorted(index.resident(slot)) == [1, 2, 3]
     assert list(index.resident(other)) == [4]
@@ -149,8 +149,8 @@ def test_tables_that_grew_wide_are_packed(index: PrefixIndex) -> None:
     filled = index.stats().num_bytes
     for start in range(0, 24_000, 1000):  # other keys in their place, again and again
         for generation in range(1, 8):
-            index.remove(slot, (key + (generation - 1) * 2**30 for key in keys[start : start + 1000]))
-            index.store(slot, (key + generation * 2**30 for key in keys[start : start + 1000]))
+            index.remove(slot, [key + (generation - 1) * 2**30 for key in keys[start : start + 1000]])
+            index.store(slot, [key + generation * 2**30 for key in keys[start : start + 1000]])
     loose = index.stats().num_bytes
     sweep(index)
     packed = index.stats().num_bytes

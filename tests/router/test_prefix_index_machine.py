@@ -42,13 +42,13 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @rule(slot=workers, path=PATHS)
     def store(self, slot: int, path: Path) -> None:
         new = [prefix for prefix in prefixes(path) if prefix not in self.held[slot]]
-        assert self.index.store(slot, keys_of(prefixes(path))) == len(new)
+        assert self.index.store(slot, keys_of(prefixes(path))) == sum(keys_of(new))
         self.held[slot].update(new)
 
     @rule(slot=workers, path=PATHS)
     def remove(self, slot: int, path: Path) -> None:
         gone = [held for held in self.held[slot] if held[: len(path)] == path]
-        assert self.index.remove(slot, keys_of(gone)) == len(gone)
+        assert self.index.remove(slot, keys_of(gone)) == sum(keys_of(gone))
         self.held[slot].difference_update(gone)
 
     @rule(slot=workers, path=PATHS)

@@ -109,9 +109,7 @@ class OneProcessCluster:
         self.decode = [self._worker(DecodeWorker, i) for i in range(self._numbers[DecodeWorker])]
         for worker in self.workers:
             await worker.start()
-        self.router = RouterServer(
-            replace(self._router_config, workers=tuple(worker.address for worker in self.workers))
-        )
+        self.router = RouterServer(self.router_config("router"))
         self.channel = grpc.aio.insecure_channel(await self.router.start())
         async with asyncio.timeout(BOUND_S):
             while len(self.router.registry.snapshots()) < len(self.workers):
@@ -131,6 +129,11 @@ class OneProcessCluster:
             await self.router.stop(0.0)
             for worker in self.workers:
                 await worker.stop()
+
+    def router_config(self, router_id: str, **settings: Any) -> RouterConfig:
+        """Of a router of this cluster."""
+        addresses = tuple(worker.address for worker in self.workers)
+        return replace(self._router_config, router_id=router_id, workers=addresses, **settings)
 
     @property
     def workers(self) -> list[ClusterWorker]:

@@ -14,6 +14,7 @@ from engine.errors import ConfigError, QueueFull, WorkerLost
 from engine.plan import Pool
 from kvrelay._wire import PROTOCOL_VERSION
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from worker.block_feed import BlockFeed
 from worker.config import WorkerConfig
 from worker.server import WorkerServer
 from worker.session import MalformedRequest, Session
@@ -33,12 +34,18 @@ class RecordingRole:
         self.loads = 0
         self.drained = False
         self.lost: WorkerLost | None = None
+        self.seeds: list[int] = []
+        self.feed = BlockFeed(16, self.seeds.append)
 
     def welcome(self) -> worker_pb2.Welcome:
         return worker_pb2.Welcome(protocol=PROTOCOL_VERSION, worker_id="w0", role="decode")
 
     def pool(self) -> Pool:
         return Pool(block_bytes=1, block_size=1, num_blocks=1, dtype="float32")
+
+    @property
+    def block_feed(self) -> BlockFeed:
+        return self.feed
 
     def timings(self) -> dict[str, float]:
         return {}

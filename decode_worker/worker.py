@@ -54,7 +54,7 @@ from worker.config import WorkerConfig
 from worker.core import WorkerCore
 from worker.engine_builder import EngineParts, build_engine
 from worker.incoming import read_request, read_timeout_s
-from worker.outputs import output_to_proto
+from worker.outputs import layout_to_proto, output_to_proto
 from worker.session import Session
 from worker.threads import Threads, Timer
 
@@ -187,6 +187,7 @@ class DecodeWorker:
                 link_endpoint=self._receiver.endpoint(),
                 lease_ms=round(self._core.config.lease_s * 1000),
                 cached_tokens=cached_tokens,
+                layout=layout_to_proto(self._core.parts.kv.layout),
             ),
         )
         ask_for(reserved.ticket, missing)

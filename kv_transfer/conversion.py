@@ -112,6 +112,22 @@ def convert_block(
     convert(copies(source, target, [ordinal], num_tokens), source, by_ordinal, target, {ordinal: into})
 
 
+class Staging:
+    """Where blocks of another layout are put together before they leave. Memory for one group of them."""
+
+    def __init__(self, source: KvLayout, target: KvLayout, num_blocks: int) -> None:
+        self._source = source
+        self._target = target
+        self._memory = memoryview(bytearray(num_blocks * target.block_bytes))
+
+    def put(self, place: int, ordinal: int, sources: Sequence[memoryview]) -> memoryview:
+        """Block `ordinal` of the target, made of `sources`, in `place` of the group. Valid until the next group."""
+        start = place * self._target.block_bytes
+        into = self._memory[start : start + self._target.block_bytes]
+        convert_block(self._source, sources, self._target, ordinal, into)
+        return into
+
+
 def _tokens_of(layout: KvLayout, ordinal: int, num_tokens: int) -> range:
     start = ordinal * layout.block_size
     return range(min(start, num_tokens), min(start + layout.block_size, num_tokens))

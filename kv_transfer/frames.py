@@ -36,6 +36,8 @@ MAX_GROUP_BYTES = 64 * 1024 * 1024
 MAX_RENEWED_TICKETS = 64
 MAX_ACKED_ORDINALS = 256
 MAX_MESSAGE_BYTES = 512
+CONVERTS = "converts"
+"""Capability of P: if D's layout is another one, P makes blocks of it, for transports where payloads follow frames."""
 _MAX_CAPABILITIES = 16
 _MAX_NAME_BYTES = 64
 
@@ -58,7 +60,7 @@ class Hello:
     num_blocks: int
     """In P's pool."""
     capabilities: tuple[str, ...]
-    """Optional features; unknown ones are ignored. None are defined yet."""
+    """Optional features; unknown ones are ignored. `CONVERTS` is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

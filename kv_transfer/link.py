@@ -22,9 +22,11 @@ from typing import Protocol
 
 from engine.errors import ConfigError, HandshakeRefused, LinkClosed, ProtocolError
 from engine.kv_layout import KvLayout
+from kv_transfer.conversion import compatible
 from kv_transfer.digest import BlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import (
+    CONVERTS,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Blocks,
@@ -270,7 +272,7 @@ def _introduce(
         layout=identity.layout.to_wire(),
         transport=transport,
         num_blocks=pool.num_blocks,
-        capabilities=(),
+        capabilities=(CONVERTS,),
     )
     if transport == SHM:
         assert pool.fd is not None, "shm is attempted only with a pool that can be shared"
@@ -320,8 +322,19 @@ def _judge(hello: Hello, identity: PeerIdentity) -> int:
     except ConfigError as error:
         raise Refusal(RefusalCode.LAYOUT, str(error)) from error
     if layout != identity.layout:
-        raise Refusal(RefusalCode.LAYOUT, f"the KV layouts differ: {layout} and {identity.layout}")
+        _check_conversion(hello, layout, identity.layout)
     return protocol
+
+
+def _check_conversion(hello: Hello, source: KvLayout, target: KvLayout) -> None:
+    """That the author of `hello` can make blocks of our layout, `target`, of its own."""
+    differ = f"the KV layouts differ: {source} and {target}"
+    if (reason := compatible(source, target)) is not None:
+        raise Refusal(RefusalCode.LAYOUT, f"{reason}; {differ}")
+    if CONVERTS not in hello.capabilities:
+        raise Refusal(RefusalCode.LAYOUT, f"{hello.worker_id} does not convert, and {differ}")
+    if hello.transport != TCP:
+        raise Refusal(RefusalCode.TRANSPORT, f"{hello.transport} takes blocks as they are, and {differ}")
 
 
 def _intake(connection: FrameSocket, hello: Hello, fd: int | None, layout: KvLayout, copier: BlockCopier) -> Intake:

@@ -14,7 +14,17 @@ from typing import Protocol
 
 from engine import errors
 from engine.block_hash import HASH_BYTES
-from engine.errors import DeadlineExceeded, EngineError, InternalError, LinkClosed, ProtocolError, TransferError
+from engine.errors import (
+    DeadlineExceeded,
+    EngineError,
+    HandshakeRefused,
+    InternalError,
+    LinkClosed,
+    ProtocolError,
+    TransferError,
+)
+from engine.kv_layout import KvLayout
+from kv_transfer.conversion import Staging, compatible
 from kv_transfer.digest import BlockCopier, PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import GROUPS_PROTOCOL_VERSION, Ack, BlockEntry, Blocks, Frame, Nack, Renew, encode
@@ -26,8 +36,8 @@ from kv_transfer.transfers import OutgoingBlock, OutgoingTransfers, SendBlocks, 
 
 __all__ = ["KvSender", "OutgoingBlock", "SenderListener", "TicketInfo", "TransferStats"]
 
-_LinkKey = tuple[str, str, bytes]
-"""(worker id, incarnation, encoded endpoint)"""
+_LinkKey = tuple[str, str, bytes, KvLayout | None]
+"""(worker id, incarnation, encoded endpoint, layout)"""
 
 
 class SenderListener(Protocol):
@@ -75,7 +85,7 @@ class KvSender:
         The link is opened in the background if there is none; if that fails, so does the transfer. Raises
         `InternalError` if the request has an open transfer, `LinkClosed` if the sender is closed; nothing begins then.
         """
-        key = (ticket.worker_id, ticket.incarnation, ticket.endpoint)
+        key = (ticket.worker_id, ticket.incarnation, ticket.endpoint, ticket.layout)
         with self._lock:
             if self._closed:
                 raise LinkClosed("the sender is closed")
@@ -99,7 +109,8 @@ class KvSender:
         `InternalError`, and queues none, if one is no block of the pool or its hash has not 32 bytes.
         """
         for block in blocks:
-            if not 0 <= block.source_block < self._kv.num_blocks or len(block.hash) != HASH_BYTES:
+            sources = (block.source_block, *block.more_blocks)
+            if not all(0 <= n < self._kv.num_blocks for n in sources) or len(block.hash) != HASH_BYTES:
                 raise InternalError(f"{block} is no block of this pool of {self._kv.num_blocks}")
         with self._lock:
             if (link := self._requests.get(request_id)) is not None:
@@ -133,7 +144,7 @@ class KvSender:
             transfers_done=counters.total("transfers_done"),
             transfers_failed=counters.by_label("transfers_failed"),
             blocks_acked=counters.total("blocks_acked"),
-            bytes_acked=counters.total("blocks_acked") * self._kv.layout.block_bytes,
+            bytes_acked=counters.total("bytes_acked"),
             renewals=counters.total("renewals"),
             answers_ignored=counters.total("answers_ignored"),
         )
@@ -164,8 +175,12 @@ class _SenderLink:
     def __init__(self, sender: KvSender, ticket: TicketInfo) -> None:
         self._sender = sender
         self._settings = sender._settings
-        self._key = (ticket.worker_id, ticket.incarnation, ticket.endpoint)
-        self.transfers = OutgoingTransfers(sender._kv.layout.block_bytes, sender._settings)
+        self._key = (ticket.worker_id, ticket.incarnation, ticket.endpoint, ticket.layout)
+        self._layout = ticket.layout or sender._kv.layout
+        """Of the blocks that leave."""
+        self.transfers = OutgoingTransfers(self._layout.block_bytes, sender._settings)
+        self._staging: Staging | None = None
+        """If ours are of another one."""
         self.changed = threading.Condition(sender._lock)
         self._connection: FrameSocket | None = None
         self._error: TransferError | None = None
@@ -210,7 +225,9 @@ class _SenderLink:
 
     def _connect(self) -> OutgoingLink:
         sender = self._sender
-        worker_id, incarnation, endpoint = self._key
+        worker_id, incarnation, endpoint, _ = self._key
+        if (reason := compatible(sender._kv.layout, self._layout)) is not None:
+            raise HandshakeRefused(f"{worker_id} asks for blocks that we cannot make: {reason}")
         link = connect(
             sender._identity,
             (worker_id, incarnation),
@@ -223,6 +240,8 @@ class _SenderLink:
         sender._counters.add("fallbacks", n=int(link.fell_back))
         with self.changed:
             self.transfers.transport = link.outlet.transport
+        if self._layout != sender._kv.layout:
+            self._staging = Staging(sender._kv.layout, self._layout, self.transfers.group_blocks)
         return link
 
     def _opened(self, connection: FrameSocket) -> None:
@@ -257,13 +276,13 @@ class _SenderLink:
             self.changed.wait(None if wake is None else max(0.0, wake - now))
 
     def _send_blocks(self, link: OutgoingLink, step: SendBlocks) -> None:
-        sources = [self._sender._kv.block(block.source_block) for block in step.blocks]
+        sources = [self._source(place, block) for place, block in enumerate(step.blocks)]
         digests = self._sender._copier.digests(sources)
         entries = tuple(
             BlockEntry(block.ordinal, *place, block.hash, digest, link.outlet.offset(block.source_block))
             for block, place, digest in zip(step.blocks, step.places, digests, strict=True)
         )
-        length = self._sender._kv.layout.block_bytes
+        length = self._layout.block_bytes
         frame = Blocks(ticket_id=step.ticket_id, incarnation=step.incarnation, entries=entries, length=length)
         if link.protocol >= GROUPS_PROTOCOL_VERSION:
             link.outlet.send(encode(frame), sources)
@@ -272,6 +291,13 @@ class _SenderLink:
                 link.outlet.send(encode(block), [source])
         with self.changed:
             self.transfers.sent(step)
+
+    def _source(self, place: int, block: OutgoingBlock) -> memoryview:
+        kv = self._sender._kv
+        if self._staging is None:
+            return kv.block(block.source_block)
+        sources = [kv.block(source) for source in (block.source_block, *block.more_blocks)]
+        return self._staging.put(place, block.ordinal, sources)
 
     def _read(self, connection: FrameSocket) -> None:
         error: TransferError = LinkClosed("the reader ended by a fault")
@@ -294,6 +320,7 @@ class _SenderLink:
                 with self.changed:
                     ignored = self.transfers.acked(ticket_id, ordinals, now)
                     counters.add("blocks_acked", n=len(ordinals) - ignored)
+                    counters.add("bytes_acked", n=(len(ordinals) - ignored) * self._layout.block_bytes)
                     counters.add("answers_ignored", n=ignored)
                     self.changed.notify()
             case Nack(ticket_id=ticket_id, ordinal=ordinal):

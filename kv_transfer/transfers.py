@@ -18,6 +18,7 @@ from engine.errors import (
     RequestCancelled,
     SlotMismatch,
 )
+from engine.kv_layout import KvLayout
 from kv_transfer.frames import MAX_GROUP_BLOCKS, MAX_RENEWED_TICKETS, Abort, Finish, Frame, Renew
 from kv_transfer.identity import MAX_ID_BYTES
 from kv_transfer.link import LinkSettings
@@ -39,6 +40,8 @@ class TicketInfo:
     blocks: Mapping[int, tuple[int, int]]
     """Ordinal -> (slot, generation)."""
     lease_s: float
+    layout: KvLayout | None = None
+    """Of the receiver's blocks; None: they are as the sender's."""
 
     def __post_init__(self) -> None:
         for name in ("ticket_id", "worker_id", "incarnation"):
@@ -57,6 +60,8 @@ class OutgoingBlock:
     source_block: int
     """Block id in the prefill worker's pool."""
     hash: bytes
+    more_blocks: tuple[int, ...] = ()
+    """Those that follow it in the sequence, where the receiver's block takes tokens from several of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +113,10 @@ class OutgoingTransfers:
     def __init__(self, block_bytes: int, settings: LinkSettings) -> None:
         self._block_bytes = block_bytes
         self._settings = settings
-        self._group_blocks = max(
+        self.group_blocks = max(
             1, min(MAX_GROUP_BLOCKS, min(_GROUP_BYTES, settings.max_unacked_bytes // 4) // block_bytes)
         )
+        """At most in one `SendBlocks`."""
         self.transport = ""
         self._by_request: dict[str, _Transfer] = {}
         self._by_ticket: dict[str, _Transfer] = {}
@@ -181,7 +187,7 @@ class OutgoingTransfers:
         room = self._settings.max_unacked_bytes // self._block_bytes - len(self._in_flight)
         if not self._turn or (self._in_flight and room < 1):
             return None
-        return self._take_group(min(self._group_blocks, max(1, room)), now)
+        return self._take_group(min(self.group_blocks, max(1, room)), now)
 
     def _take_group(self, most: int, now: float) -> SendBlocks:
         transfer = self._turn.popleft()

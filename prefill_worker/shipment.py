@@ -12,11 +12,21 @@ from kv_transfer.sender import OutgoingBlock
 class Shipment:
     """The blocks that one ticket asks for, in the order in which computing completes them.
 
-    Invariant: every wanted block is handed out once, and only after the KV of all its tokens was computed.
+    Where the decode worker's blocks have another size than ours, one of its blocks is made of several of ours, or
+    several of one. Invariant: every wanted block is handed out once, and only after ours are full, or hold the end of
+    the prompt: until then the engine may put another block in the place of one of them.
     """
 
-    def __init__(self, ordinals: Sequence[int], chain: Sequence[bytes], num_tokens: int, block_size: int) -> None:
-        """`chain` holds the content hash of every block of the `num_tokens` tokens, the last one perhaps partial.
+    def __init__(
+        self,
+        ordinals: Sequence[int],
+        chain: Sequence[bytes],
+        num_tokens: int,
+        block_size: int,
+        source_block_size: int,
+    ) -> None:
+        """`ordinals`, `chain` and `block_size` are the decode worker's. `chain` holds the content hash of every block
+        of the `num_tokens` tokens, the last one perhaps partial.
 
         Raises `RequestError` (field `ticket`) if `ordinals` are not ascending positions in it.
         """
@@ -27,6 +37,7 @@ class Shipment:
         self._chain = chain
         self._num_tokens = num_tokens
         self._block_size = block_size
+        self._source_block_size = source_block_size
         self._next = 0
         self.handed_out: list[int] = []
         """Source blocks handed out so far."""
@@ -36,9 +47,17 @@ class Shipment:
         complete: list[OutgoingBlock] = []
         while self._next < len(self._ordinals):
             ordinal = self._ordinals[self._next]
-            if min((ordinal + 1) * self._block_size, self._num_tokens) > num_computed_tokens:
+            sources = self._sources(ordinal)
+            if min(sources.stop * self._source_block_size, self._num_tokens) > num_computed_tokens:
                 break
-            complete.append(OutgoingBlock(ordinal, block_table[ordinal], self._chain[ordinal]))
+            first, *more = (block_table[n] for n in sources)
+            complete.append(OutgoingBlock(ordinal, first, self._chain[ordinal], tuple(more)))
+            # The last one may go into two of theirs.
+            self.handed_out += [block for block in (first, *more) if block not in self.handed_out[-1:]]
             self._next += 1
-        self.handed_out += [block.source_block for block in complete]
         return complete
+
+    def _sources(self, ordinal: int) -> range:
+        """Which of our blocks, by ordinal, hold the tokens of theirs."""
+        stop = min((ordinal + 1) * self._block_size, self._num_tokens)
+        return range(ordinal * self._block_size // self._source_block_size, -(-stop // self._source_block_size))

@@ -22,7 +22,7 @@ Records belong to the event loop, shipments (`computing`) to the engine thread; 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.block_hash import block_chain
@@ -41,7 +41,7 @@ from worker.block_feed import BlockFeed
 from worker.config import WorkerConfig
 from worker.core import WorkerCore
 from worker.engine_builder import EngineParts, build_engine
-from worker.incoming import read_request, read_timeout_s
+from worker.incoming import read_layout, read_request, read_timeout_s
 from worker.outputs import output_to_proto
 from worker.session import Session
 from worker.threads import Threads, Timer
@@ -162,9 +162,12 @@ class PrefillWorker:
         """None if the decode worker lacks no block."""
         if not prefill.ticket.ordinals:
             return None
-        block_size = self._identity.block_size
-        chain = block_chain(self._identity.root(request.scope), prefill.token_ids, block_size)
-        return Shipment(tuple(prefill.ticket.ordinals), chain, len(request.token_ids), block_size)
+        layout = read_layout(prefill.ticket)
+        ours = self._identity.block_size
+        block_size = ours if layout is None else layout.block_size
+        root = replace(self._identity, block_size=block_size).root(request.scope)
+        chain = block_chain(root, prefill.token_ids, block_size)
+        return Shipment(tuple(prefill.ticket.ordinals), chain, len(request.token_ids), block_size, ours)
 
     def _submit(self, engine: Engine, request: Request, shipment: Shipment | None) -> None:
         """On the engine thread."""
@@ -271,4 +274,5 @@ def _ticket_info(ticket: worker_pb2.Ticket) -> TicketInfo:
         endpoint=ticket.link_endpoint,
         blocks=dict(zip(ticket.ordinals, places, strict=True)),
         lease_s=ticket.lease_ms / 1000,
+        layout=read_layout(ticket),
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from engine.block_hash import unpack_tokens
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
+from engine.kv_layout import KvLayout
 from engine.request import Request, RequestKind
 from kvrelay._wire import sampling_from_proto
 from kvrelay.v1 import worker_pb2
@@ -26,6 +29,16 @@ def read_request(
         arrival=arrival,
         kind=kind,
     )
+
+
+def read_layout(ticket: worker_pb2.Ticket) -> KvLayout | None:
+    """Of the decode worker's blocks; None if it did not say. Raises `RequestError` (field `ticket`)."""
+    if not ticket.HasField("layout"):
+        return None
+    try:
+        return KvLayout(**{field.name: getattr(ticket.layout, field.name) for field in fields(KvLayout)})
+    except ConfigError as error:
+        raise RequestError("ticket", str(error)) from error
 
 
 def read_timeout_s(message: worker_pb2.Reserve | worker_pb2.Prefill, max_timeout_s: float) -> float:

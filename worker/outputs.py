@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
+from engine.kv_layout import KvLayout
 from engine.request import FinishReason
 from engine.sampler import SampledToken
 from kvrelay._wire import finish_reason_to_proto, logprobs_to_proto
 from kvrelay.v1 import worker_pb2
+
+
+def layout_to_proto(layout: KvLayout) -> worker_pb2.KvLayout:
+    return worker_pb2.KvLayout(**asdict(layout))
 
 
 def output_to_proto(index: int, token: SampledToken, finish_reason: FinishReason | None) -> worker_pb2.Output:

@@ -398,6 +398,7 @@ class Ticket(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     worker_id: _builtins.str
     incarnation: _builtins.str
@@ -418,6 +419,10 @@ class Ticket(_message.Message):
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of each slot."""
 
+    @_builtins.property
+    def layout(self) -> Global___KvLayout:
+        """Of the decode worker's blocks. Unset: they are as the prefill worker's."""
+
     def __init__(
         self,
         *,
@@ -430,14 +435,58 @@ class Ticket(_message.Message):
         slots: _abc.Iterable[_builtins.int] | None = ...,
         generations: _abc.Iterable[_builtins.int] | None = ...,
         cached_tokens: _builtins.int = ...,
+        layout: Global___KvLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "generations", b"generations", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "link_endpoint", b"link_endpoint", "ordinals", b"ordinals", "slots", b"slots", "ticket_id", b"ticket_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "generations", b"generations", "incarnation", b"incarnation", "layout", b"layout", "lease_ms", b"lease_ms", "link_endpoint", b"link_endpoint", "ordinals", b"ordinals", "slots", b"slots", "ticket_id", b"ticket_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
+
+@_typing.final
+class KvLayout(_message.Message):
+    """How the bytes of a KV block are laid out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    HEADS_BEFORE_FIELD_NUMBER: _builtins.int
+    HEADS_AFTER_FIELD_NUMBER: _builtins.int
+    num_layers: _builtins.int
+    num_kv_heads: _builtins.int
+    """In the block."""
+    head_dim: _builtins.int
+    block_size: _builtins.int
+    """Tokens."""
+    dtype: _builtins.str
+    heads_before: _builtins.int
+    """KV heads of the model that lower ranks hold."""
+    heads_after: _builtins.int
+    """And higher ones."""
+    def __init__(
+        self,
+        *,
+        num_layers: _builtins.int = ...,
+        num_kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        heads_before: _builtins.int = ...,
+        heads_after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "heads_after", b"heads_after", "heads_before", b"heads_before", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015
 
 @_typing.final
 class Start(_message.Message):

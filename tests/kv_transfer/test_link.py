@@ -35,7 +35,7 @@ from kv_links import (
 from engine.errors import ConfigError, HandshakeRefused, InternalError, LinkClosed, ProtocolError
 from kv_transfer.digest import PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import Abort, Ack, BlockEntry, Blocks, Frame, Hello, Nack, Refused, Welcome, encode
+from kv_transfer.frames import CONVERTS, Abort, Ack, BlockEntry, Blocks, Frame, Hello, Nack, Refused, Welcome, encode
 from kv_transfer.identity import LinkEndpoint, PeerIdentity
 from kv_transfer.link import LinkSettings
 from kv_transfer.receiver import KvReceiver
@@ -116,7 +116,13 @@ def test_the_newest_common_version_is_spoken(decode: DecodeSide, protocol: int, 
         (replace(HELLO, target_worker_id="decode-1"), "identity", "decode-1/1 is wanted, this is decode-0/1"),
         (replace(HELLO, target_incarnation="0"), "identity", "decode-0/0 is wanted"),
         (replace(HELLO, fingerprint=bytes(32)), "fingerprint", "the models differ"),
-        (replace(HELLO, layout=replace(LAYOUT, block_size=16).to_wire()), "layout", "block_size=16"),
+        (replace(HELLO, layout=replace(LAYOUT, block_size=16).to_wire()), "layout", "does not convert"),
+        (
+            replace(HELLO, layout=replace(LAYOUT, block_size=64).to_wire(), capabilities=(CONVERTS,)),
+            "layout",
+            "block_size is 64 and 8",
+        ),
+        (replace(HELLO, layout=replace(LAYOUT, num_layers=9).to_wire()), "layout", "num_layers is 9 and 4"),
         (replace(HELLO, layout={"num_layers": 4}), "layout", "KV layout has fields"),
         (replace(HELLO, transport="shm"), "transport", "not possible on this socket"),
         (replace(HELLO, transport="carrier-pigeon"), "transport", "carrier-pigeon"),

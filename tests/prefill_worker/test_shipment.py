@@ -11,7 +11,7 @@ TABLE = [10, 11, 12, 13]
 
 def shipment(ordinals: list[int], num_tokens: int = 14) -> Shipment:
     """Of a prompt of 3 full blocks of 4 tokens and one with the rest."""
-    return Shipment(ordinals, CHAIN, num_tokens, block_size=4)
+    return Shipment(ordinals, CHAIN, num_tokens, block_size=4, source_block_size=4)
 
 
 def taken(shipment: Shipment, num_computed_tokens: int) -> list[tuple[int, int]]:
@@ -43,6 +43,38 @@ def test_each_block_is_handed_out_once_and_with_its_hash() -> None:
 
     assert [block.hash for block in first] == CHAIN[:2]
     assert taken(s, 14) == []
+    assert s.handed_out == [10, 11]
+
+
+def converted(ordinals: list[int], num_tokens: int, block_size: int, ours: int) -> Shipment:
+    return Shipment(ordinals, [bytes(32)] * -(-num_tokens // block_size), num_tokens, block_size, ours)
+
+
+def taken_whole(shipment: Shipment, num_computed_tokens: int) -> list[tuple[int, ...]]:
+    blocks = shipment.take_complete(num_computed_tokens, TABLE)
+    return [(block.ordinal, block.source_block, *block.more_blocks) for block in blocks]
+
+
+def test_larger_blocks_are_made_of_all_of_ours_that_they_cover() -> None:
+    s = converted([0, 1], num_tokens=14, block_size=8, ours=4)
+
+    assert taken_whole(s, 7) == []
+    assert taken_whole(s, 8) == [(0, 10, 11)]
+    assert taken_whole(s, 13) == []
+    assert taken_whole(s, 14) == [(1, 12, 13)]
+    assert s.handed_out == [10, 11, 12, 13]
+
+
+def test_a_larger_block_at_the_end_is_made_of_what_there_is() -> None:
+    assert taken_whole(converted([1], num_tokens=10, block_size=8, ours=4), 10) == [(1, 12)]
+
+
+def test_smaller_blocks_wait_until_ours_is_full_and_cannot_be_replaced_any_more() -> None:
+    s = converted([0, 1, 2, 3], num_tokens=14, block_size=4, ours=8)
+
+    assert taken_whole(s, 7) == []
+    assert taken_whole(s, 8) == [(0, 10), (1, 10)]
+    assert taken_whole(s, 14) == [(2, 11), (3, 11)]
     assert s.handed_out == [10, 11]
 
 

@@ -195,7 +195,12 @@ def decode_side(settings: LinkSettings = SETTINGS, pool: MemoryPool | None = Non
     pool = pool or MemoryPool()
     table = ReservationTable("1")
     listener = RecordingReceiverListener()
-    side = DecodeSide(pool, table, listener, KvReceiver(identity("decode-0"), pool, table, listener, settings=settings))
+    side = DecodeSide(
+        pool,
+        table,
+        listener,
+        KvReceiver(identity("decode-0", layout=pool.layout), pool, table, listener, settings=settings),
+    )
     side.receiver.start()
     try:
         yield side
@@ -210,7 +215,7 @@ def prefill_side(
     pool = pool or MemoryPool()
     pool.fill(seed=7)
     listener = RecordingSenderListener()
-    sender = KvSender(worker or identity("prefill-0"), pool, listener, settings)
+    sender = KvSender(worker or identity("prefill-0", layout=pool.layout), pool, listener, settings)
     side = PrefillSide(pool, listener, sender)
     try:
         yield side

@@ -30,9 +30,9 @@ A link is one connected socket for one (P, D incarnation) pair and carries all t
 Its control frames are length-prefixed msgpack with a closed schema (frames.py). Two transports differ only in where
 the payload of a block comes from: `shm` (transport_shm.py) and `tcp` (transport_tcp.py).
 
-The two may lay their blocks out otherwise: D may hold fewer heads, or tokens by another number a block. The ticket says
-how D's are; P makes blocks of that layout before it takes their digest, and everything above stays as it is, for tickets,
-hashes and slots are D's anyway (conversion.py). `shm` takes blocks as they are, so such links are `tcp`.
+The two may lay their blocks out otherwise: D may hold fewer heads, or another number of tokens in a block. The ticket
+says how D's are; P makes blocks of that layout before it takes their digest, and everything above stays as it is, for
+tickets, hashes and slots are D's anyway (conversion.py). `shm` takes blocks as they are, so such links are `tcp`.
 
 What can go wrong can be made to: faults.py injects faults into the frames of either direction.
 

@@ -3,8 +3,9 @@
 `python -m bench.link_faults [--json] [--faults N] [--seed S]`
 
 Several senders and one receiver, with the engine's own pools, over real sockets: short transfers, one after the other
-on each sender, while faults of all kinds meet the frames of both directions at random (`kv_transfer.faults`). After
-every transfer, and after every round, when all links were closed:
+on each sender, while faults of all kinds meet the frames of both directions at random (`kv_transfer.faults`). Senders
+differ in their transports, every fourth has larger blocks than the receiver and converts them; every other round is
+with native code, if it can be built. After every transfer, and after every round, when all links were closed:
 
 wrong_adoptions: adopted blocks whose bytes are not the source's, and slots that were written after they were quiet.
 leaks: slots that never became quiet, tickets, transfers, links, threads and file descriptors left after a round.
@@ -20,29 +21,35 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 from rich.console import Console
 
+from bench.link_listeners import DecodeListener, PrefillListener, Seen
 from bench.report import Goal, Report
-from engine.errors import DeadlineExceeded, EngineError, TransferError
+from engine.errors import DeadlineExceeded, NativeUnavailable
 from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
+from engine.native.blocks import NativeBlockCopier, load_block_copier
+from kv_transfer.conversion import convert_block
+from kv_transfer.digest import BlockCopier
 from kv_transfer.faults import Direction, FaultInjector, FaultKind, FaultPlan
 from kv_transfer.identity import SHM, TCP, LinkEndpoint, PeerIdentity
 from kv_transfer.link import LinkSettings
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.reservation import ExpectedBlock, ReservationTable
 from kv_transfer.sender import KvSender, OutgoingBlock, TicketInfo
-from kv_transfer.stats import TransferStats
 
 GOALS = tuple(Goal(name, "==", 0.0) for name in ("wrong_adoptions", "leaks", "hangs", "crashes"))
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_size=8, dtype="float32")
 """Small blocks, 4 KiB: what counts here are frames."""
+LARGER = replace(LAYOUT, block_size=16)
 LANES = 32
 """They mostly wait for time-outs, so many of them fit on one core."""
 SLOTS = 8
@@ -86,80 +93,18 @@ class Tally:
             self.outcomes[outcome] += 1
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What the receiver told about one ticket."""
-
-    adopted: set[int] = field(default_factory=set)
-    quiet: set[int] = field(default_factory=set)
-    given_up: bool = False
-
-
-class _DecodeListener:
-    """Sorts events by ticket; every event wakes its lane."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self._seen: dict[str, _Seen] = {}
-
-    def watch(self, ticket_id: str) -> _Seen:
-        with self.changed:
-            return self._seen.setdefault(ticket_id, _Seen())
-
-    def forget(self, ticket_id: str) -> None:
-        with self.changed:
-            del self._seen[ticket_id]
-
-    def block_adopted(self, ticket_id: str, ordinal: int, num_bytes: int, transport: str) -> None:
-        with self.changed:
-            if (seen := self._seen.get(ticket_id)) is not None:
-                seen.adopted.add(ordinal)
-                self.changed.notify_all()
-
-    def block_refused(self, ticket_id: str, ordinal: int, error: TransferError) -> None:
-        self._give_up([ticket_id])
-
-    def writes_quiet(self, ticket_id: str, slots: Collection[int]) -> None:
-        with self.changed:
-            if (seen := self._seen.get(ticket_id)) is not None:
-                seen.quiet.update(slots)
-                self.changed.notify_all()
-
-    def link_lost(self, ticket_ids: Collection[str], error: TransferError) -> None:
-        self._give_up(ticket_ids)
-
-    def _give_up(self, ticket_ids: Collection[str]) -> None:
-        with self.changed:
-            for ticket_id in ticket_ids:
-                if (seen := self._seen.get(ticket_id)) is not None:
-                    seen.given_up = True
-            self.changed.notify_all()
-
-
-class _PrefillListener:
-    def __init__(self) -> None:
-        self.outcomes: queue.Queue[tuple[str, str]] = queue.Queue()
-        """(request, `done` or class of error)"""
-
-    def transfer_done(self, request_id: str, stats: TransferStats) -> None:
-        self.outcomes.put((request_id, "done"))
-
-    def transfer_failed(self, request_id: str, error: EngineError) -> None:
-        self.outcomes.put((request_id, type(error).__name__))
-
-
 class _Decode:
     """The receiver of one round."""
 
-    def __init__(self, number: int, pool: KvCache, injector: FaultInjector) -> None:
+    def __init__(self, number: int, pool: KvCache, injector: FaultInjector, copier: BlockCopier | None) -> None:
+        self.copier = copier
         self.incarnation = f"round-{number}"
         self.pool = pool
-        self.listener = _DecodeListener()
+        self.listener = DecodeListener()
         self.table = ReservationTable(self.incarnation, LEASE_S)
         settings = replace(SETTINGS, connection=injector.connection(Direction.TO_SENDER))
-        identity = _identity("decode", self.incarnation)
-        self.receiver = KvReceiver(identity, pool, self.table, self.listener, settings=settings)
-        self.receiver.start()
+        identity = _identity("decode", self.incarnation, LAYOUT)
+        self.receiver = KvReceiver(identity, pool, self.table, self.listener, settings=settings, copier=copier)
 
 
 class Lane:
@@ -169,13 +114,14 @@ class Lane:
         self._number = number
         self._tally = tally
         self._rng = random.Random(f"{plan.seed} lane {number}")
-        self._pool = KvCache(LAYOUT, SOURCES)
-        self._pristine = [self._rng.randbytes(LAYOUT.block_bytes) for _ in range(SOURCES)]
+        self._layout = LARGER if number % 4 == 3 else LAYOUT
+        self._pool = KvCache(self._layout, SOURCES)
+        self._pristine = [self._rng.randbytes(self._layout.block_bytes) for _ in range(SOURCES)]
         self._restore(range(SOURCES))
         self.injector = FaultInjector(plan, source=self._pool, delay_s=DELAY_S, freeze_s=FREEZE_S)
         self._free = list(slots)
         self._generations = dict.fromkeys(slots, 0)
-        self._transports = ((SHM,), (TCP,), (SHM, TCP))[number % 3]
+        self._transports = ((SHM,), (TCP,), (SHM, TCP), (SHM, TCP))[number % 4]
         self._serial = 0
 
     def close(self) -> None:
@@ -184,8 +130,9 @@ class Lane:
     def run_round(self, decode: _Decode) -> None:
         """On a thread of its own."""
         settings = replace(SETTINGS, connection=self.injector.connection(Direction.TO_RECEIVER))
-        listener = _PrefillListener()
-        sender = KvSender(_identity(f"prefill-{self._number}", decode.incarnation), self._pool, listener, settings)
+        listener = PrefillListener()
+        identity = _identity(f"prefill-{self._number}", decode.incarnation, self._layout)
+        sender = KvSender(identity, self._pool, listener, settings, copier=decode.copier)
         for _ in range(TRANSFERS):
             self._transfer(decode, sender, listener)
         try:
@@ -196,7 +143,7 @@ class Lane:
         self._tally.defect("leaks", "transfers or links of a sender", sender.stats().transfers_open)
         self._tally.defect("crashes", "a transfer ended twice", listener.outcomes.qsize())
 
-    def _transfer(self, decode: _Decode, sender: KvSender, listener: _PrefillListener) -> None:
+    def _transfer(self, decode: _Decode, sender: KvSender, listener: PrefillListener) -> None:
         self._serial += 1
         key = f"{self._number}-{self._serial}"
         number = self._rng.randint(1, min(4, len(self._free)))
@@ -240,6 +187,7 @@ class Lane:
             endpoint=endpoint.encode(),
             blocks={block.ordinal: (block.slot, block.generation) for block in blocks},
             lease_s=LEASE_S,
+            layout=LAYOUT,
         )
         sender.open(key, ticket, time.monotonic() + DEADLINE_S)
         for block, source in zip(blocks, sources, strict=True):
@@ -248,7 +196,7 @@ class Lane:
             sender.abort(key)
         sender.finish(key)
 
-    def _settle(self, key: str, decode: _Decode, seen: _Seen, number: int) -> None:
+    def _settle(self, key: str, decode: _Decode, seen: Seen, number: int) -> None:
         """Wait until the ticket is over at the receiver, as a decode worker does, and its slots are quiet."""
         bound = time.monotonic() + BOUND_S
         changed, table = decode.listener.changed, decode.table
@@ -268,14 +216,21 @@ class Lane:
         table.check_integrity()
 
     def _compare(
-        self, key: str, decode: _Decode, seen: _Seen, blocks: Sequence[ExpectedBlock], sources: Sequence[int]
+        self, key: str, decode: _Decode, seen: Seen, blocks: Sequence[ExpectedBlock], sources: Sequence[int]
     ) -> None:
         for block, source in zip(blocks, sources, strict=True):
             slot = decode.pool.block(block.slot)
-            if block.ordinal in seen.adopted and bytes(slot) != self._pristine[source]:
+            if block.ordinal in seen.adopted and bytes(slot) != self._as_adopted(block.ordinal, source):
                 self._tally.defect("wrong_adoptions", f"block {block.ordinal} of {key}")
             slot[:] = _pattern(block.slot, block.generation)
             self._free.append(block.slot)
+
+    def _as_adopted(self, ordinal: int, source: int) -> bytes:
+        if self._layout == LAYOUT:
+            return self._pristine[source]
+        block = bytearray(LAYOUT.block_bytes)
+        convert_block(self._layout, [memoryview(self._pristine[source])], LAYOUT, ordinal, memoryview(block))
+        return bytes(block)
 
     def _restore(self, sources: Sequence[int]) -> None:
         """Undo what was flipped in the sender's memory."""
@@ -283,9 +238,9 @@ class Lane:
             self._pool.block(source)[:] = self._pristine[source]
 
 
-def _identity(worker_id: str, incarnation: str) -> PeerIdentity:
+def _identity(worker_id: str, incarnation: str, layout: KvLayout) -> PeerIdentity:
     fingerprint = sha256(b"link_faults").digest()
-    return PeerIdentity(worker_id=worker_id, incarnation=incarnation, fingerprint=fingerprint, layout=LAYOUT)
+    return PeerIdentity(worker_id=worker_id, incarnation=incarnation, fingerprint=fingerprint, layout=layout)
 
 
 def _pattern(slot: int, generation: int) -> bytes:
@@ -322,10 +277,11 @@ def run(faults: int, plan: FaultPlan, report: Report, console: Console | None = 
     answers = FaultInjector(replace(plan, seed=-1 - plan.seed), delay_s=DELAY_S, freeze_s=FREEZE_S)
     injected: Counter[FaultKind] = Counter()
     began, rounds = time.monotonic(), 0
-    with _counting_crashes(tally):
+    with TemporaryDirectory() as cache, _counting_crashes(tally):
+        native = _native(Path(cache), report)
         while injected.total() < faults:
             rounds += 1
-            _round(rounds, lanes, pool, answers, tally)
+            _round(rounds, lanes, pool, answers, native if rounds % 2 else None, tally)
             injected = sum(
                 (Counter(one.injected()) for one in [answers, *(lane.injector for lane in lanes)]), Counter()
             )
@@ -337,9 +293,25 @@ def run(faults: int, plan: FaultPlan, report: Report, console: Console | None = 
     _fill_in(report, tally, injected, time.monotonic() - began)
 
 
-def _round(number: int, lanes: Sequence[Lane], pool: KvCache, answers: FaultInjector, tally: Tally) -> None:
+def _native(cache: Path, report: Report) -> NativeBlockCopier | None:
+    try:
+        return load_block_copier(cache)
+    except NativeUnavailable as error:
+        report.notes.append(f"no native code: {error}")
+        return None
+
+
+def _round(
+    number: int,
+    lanes: Sequence[Lane],
+    pool: KvCache,
+    answers: FaultInjector,
+    copier: BlockCopier | None,
+    tally: Tally,
+) -> None:
     descriptors = _open_descriptors()
-    decode = _Decode(number, pool, answers)
+    decode = _Decode(number, pool, answers, copier)
+    decode.receiver.start()
     threads = [
         threading.Thread(target=lane.run_round, args=(decode,), name=f"lane-{n}") for n, lane in enumerate(lanes)
     ]

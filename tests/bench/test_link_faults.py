@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from bench.link_faults import GOALS, RATE, run
 from bench.report import Report
+from engine.errors import NativeUnavailable
 from kv_transfer.digest import DIGEST_BYTES, PythonBlockCopier
 from kv_transfer.faults import FaultKind, FaultPlan
 from kv_transfer.frame_socket import FrameSocket
 
-FAULTS = 1200
+FAULTS = 1000
+
+
+def without_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(cache: Path) -> None:
+        raise NativeUnavailable("not wanted here")
+
+    monkeypatch.setattr("bench.link_faults.load_block_copier", load)
 
 
 def test_links_survive_mixed_faults() -> None:
@@ -29,6 +38,7 @@ def test_a_receiver_that_compares_no_digests_is_noticed(monkeypatch: pytest.Monk
     def equal(self: PythonBlockCopier, blocks: Sequence[memoryview]) -> list[bytes]:
         return [bytes(DIGEST_BYTES)] * len(blocks)
 
+    without_native_code(monkeypatch)
     monkeypatch.setattr(PythonBlockCopier, "digests", equal)
     report = Report("link_faults", GOALS)
 
@@ -38,6 +48,7 @@ def test_a_receiver_that_compares_no_digests_is_noticed(monkeypatch: pytest.Monk
 
 
 def test_connections_that_stay_open_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_native_code(monkeypatch)
     monkeypatch.setattr(FrameSocket, "close", FrameSocket.shut_down)
     report = Report("link_faults", GOALS)
     kept: list[FrameSocket] = []

@@ -1,0 +1,73 @@
+"""What the two ends of links report to `bench.link_faults`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from engine.errors import EngineError, TransferError
+from kv_transfer.stats import TransferStats
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the receiver told about one ticket."""
+
+    adopted: set[int] = field(default_factory=set)
+    quiet: set[int] = field(default_factory=set)
+    given_up: bool = False
+
+
+class DecodeListener:
+    """Sorts events by ticket; every event wakes its lane."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._seen: dict[str, Seen] = {}
+
+    def watch(self, ticket_id: str) -> Seen:
+        with self.changed:
+            return self._seen.setdefault(ticket_id, Seen())
+
+    def forget(self, ticket_id: str) -> None:
+        with self.changed:
+            del self._seen[ticket_id]
+
+    def block_adopted(self, ticket_id: str, ordinal: int, num_bytes: int, transport: str) -> None:
+        with self.changed:
+            if (seen := self._seen.get(ticket_id)) is not None:
+                seen.adopted.add(ordinal)
+                self.changed.notify_all()
+
+    def block_refused(self, ticket_id: str, ordinal: int, error: TransferError) -> None:
+        self._give_up([ticket_id])
+
+    def writes_quiet(self, ticket_id: str, slots: Collection[int]) -> None:
+        with self.changed:
+            if (seen := self._seen.get(ticket_id)) is not None:
+                seen.quiet.update(slots)
+                self.changed.notify_all()
+
+    def link_lost(self, ticket_ids: Collection[str], error: TransferError) -> None:
+        self._give_up(ticket_ids)
+
+    def _give_up(self, ticket_ids: Collection[str]) -> None:
+        with self.changed:
+            for ticket_id in ticket_ids:
+                if (seen := self._seen.get(ticket_id)) is not None:
+                    seen.given_up = True
+            self.changed.notify_all()
+
+
+class PrefillListener:
+    def __init__(self) -> None:
+        self.outcomes: queue.Queue[tuple[str, str]] = queue.Queue()
+        """(request, `done` or class of error)"""
+
+    def transfer_done(self, request_id: str, stats: TransferStats) -> None:
+        self.outcomes.put((request_id, "done"))
+
+    def transfer_failed(self, request_id: str, error: EngineError) -> None:
+        self.outcomes.put((request_id, type(error).__name__))

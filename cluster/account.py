@@ -22,6 +22,7 @@ class Account:
         self._roles = {ROUTER_ID: "router"} | {
             worker_id: role for role in ("prefill", "decode") for worker_id in spec.worker_ids(role)
         }
+        self._scheme = "https" if spec.router.tls_cert else "http"
         self._tell = tell
         self._started = started
         self._began: dict[str, float] = {}
@@ -84,7 +85,7 @@ class Account:
                 name=record.name,
                 model=record.model,
                 router_address=record.router_address,
-                http_address=record.http_address,
+                http_url=f"{self._scheme}://{record.http_address}",
                 ray_address=record.ray_address,
                 log_path=record.log_path,
                 pid=record.process.pid,

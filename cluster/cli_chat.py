@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from cluster.cli import one_line
-from cluster.cli_common import router_option, timeout_option
+from cluster.cli_common import Endpoint, router_option, timeout_option
 from cluster.cli_generate import given_sampling, sampling_options
 from engine.errors import EngineError
 from kvrelay import DEFAULT_TIMEOUT_S, ChatMessage, Client
@@ -63,13 +63,13 @@ class Conversation:
 @sampling_options
 @click.option("--system", metavar="TEXT", default=None, help="A system message before the first one.")
 @timeout_option(DEFAULT_TIMEOUT_S)
-def chat(address: str, system: str | None, timeout_s: float, **options: Any) -> None:
+def chat(endpoint: Endpoint, system: str | None, timeout_s: float, **options: Any) -> None:
     """Talk to the model. Ctrl-C cancels an answer, Ctrl-D leaves, /new starts over.
 
     From a pipe, each line is a message, and stdout holds the answers alone.
     """
     prompt = PROMPT if sys.stdin.isatty() else ""
-    with Client(address, timeout_s=timeout_s) as client:
+    with endpoint.client(timeout_s) as client:
         names = ", ".join(card.name for card in client.models())
         click.echo(f"{names}. {HINT}", err=True)
         conversation = Conversation(client, system, given_sampling(options))

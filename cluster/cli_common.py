@@ -6,9 +6,14 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from cluster.config import api_key
+
+if TYPE_CHECKING:
+    from kvrelay import Client, Tls
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -16,16 +21,40 @@ ROUTER_HELP = "HOST:PORT of a router. Default: the local cluster that `kvrelay u
 JSON_HELP = "One JSON object on stdout, nothing else there."
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A router and how to talk to it."""
+
+    address: str
+    tls: Tls | None
+    api_key: str | None = dataclasses.field(repr=False)
+
+    def client(self, timeout_s: float) -> Client:
+        from kvrelay import Client  # loads gRPC, which commands without a router do without
+
+        return Client(self.address, timeout_s=timeout_s, tls=self.tls, api_key=self.api_key)
+
+
 def router_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives the command `address`, the HOST:PORT of the router to talk to."""
+    """Gives the command `endpoint`, the router to talk to. Its key comes from the environment: no list of processes
+    and no history of a shell shall show it."""
 
     @click.option("--router", metavar="HOST:PORT", default=None, help=ROUTER_HELP)
     @click.option("--cluster", metavar="NAME", default=None, help="Which local cluster, if several run.")
+    @click.option("--tls-ca", metavar="FILE", default=None, help="Authorities to trust, PEM: talk over TLS.")
+    @click.option("--tls-cert", metavar="FILE", default=None, help="Our certificate, where the router asks for one.")
+    @click.option("--tls-key", metavar="FILE", default=None, help="Its private key.")
     @functools.wraps(command)
-    def with_address(*, router: str | None, cluster: str | None, **arguments: Any) -> None:
-        command(address=router_address(router, cluster), **arguments)
+    def with_endpoint(*, router: str | None, cluster: str | None, **arguments: Any) -> None:
+        ca, cert, key = (arguments.pop(name) for name in ("tls_ca", "tls_cert", "tls_key"))
+        tls = None
+        if ca or cert or key:
+            from kvrelay import Tls
 
-    return with_address
+            tls = Tls(ca_file=ca, cert_file=cert, key_file=key)
+        command(endpoint=Endpoint(router_address(router, cluster), tls, api_key()), **arguments)
+
+    return with_endpoint
 
 
 def json_option(command: CommandT) -> CommandT:

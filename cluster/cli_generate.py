@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from cluster.cli_common import CommandT, echo_json, json_option, router_option, timeout_option
+from cluster.cli_common import CommandT, Endpoint, echo_json, json_option, router_option, timeout_option
 from engine.errors import RequestError
 from kvrelay import DEFAULT_TIMEOUT_S, ChatMessage, Client, Generation
 from kvrelay.summary import summarize
@@ -62,7 +62,7 @@ def given_sampling(options: dict[str, Any]) -> dict[str, Any]:
 @json_option
 def generate(
     prompt: str,
-    address: str,
+    endpoint: Endpoint,
     chat: bool | None,
     system: str | None,
     as_json: bool,
@@ -81,7 +81,7 @@ def generate(
         raise click.UsageError("--system needs a chat template: it cannot be used with --raw")
     call = {"timeout_s": timeout_s, **given_sampling(options)}
     write = _ignore if as_json else _write
-    with Client(address, timeout_s=timeout_s) as client:
+    with endpoint.client(timeout_s) as client:
         if chat is False:
             answer = _stream(client, write, prompt=text, **call)
         else:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli import one_line
-from cluster.cli_common import echo_json, json_option, router_option
+from cluster.cli_common import Endpoint, echo_json, json_option, router_option
 from engine.errors import UnavailableError
 from kvrelay import Client, ClusterStatus, Explanation, WorkerStatus
 from kvrelay.summary import format_bytes, summarize_route, summarize_waterfall
@@ -27,11 +27,11 @@ _STATE_STYLES = {"ready": "green", "connecting": "yellow", "lost": "red"}
 @router_option
 @json_option
 @click.option("--watch", is_flag=True, help=f"Refresh every {REFRESH_S:.0f} s until Ctrl-C.")
-def status(address: str, as_json: bool, watch: bool) -> None:
+def status(endpoint: Endpoint, as_json: bool, watch: bool) -> None:
     """Show the router's view of its workers."""
     if as_json and watch:
         raise click.UsageError("--json and --watch exclude each other")
-    with Client(address, timeout_s=TIMEOUT_S) as client:
+    with endpoint.client(TIMEOUT_S) as client:
         if watch:
             _watch(client)
         elif as_json:
@@ -44,9 +44,9 @@ def status(address: str, as_json: bool, watch: bool) -> None:
 @click.argument("request_id")
 @router_option
 @json_option
-def explain(request_id: str, address: str, as_json: bool) -> None:
+def explain(request_id: str, endpoint: Endpoint, as_json: bool) -> None:
     """Show how the request REQUEST_ID was placed, and what happened. Routers remember recent requests only."""
-    with Client(address, timeout_s=TIMEOUT_S) as client:
+    with endpoint.client(TIMEOUT_S) as client:
         explanation = client.explain(request_id)
     if as_json:
         echo_json(explanation)

@@ -1,6 +1,7 @@
 """Where things are kept, and the environment: this module alone reads it, and writes what Ray reads from it.
 
     KVRELAY_HOME     everything below one folder: models in `cache`, running clusters in `state`
+    KVRELAY_API_KEY  goes with every call of a command to a router
     XDG_CACHE_HOME, XDG_STATE_HOME     otherwise, as the XDG base directory specification says
 
 The specification of a cluster itself comes from a file (`cluster.spec_file`) or from defaults, never from here.
@@ -29,6 +30,7 @@ _RAY_SOCKET_PART = 70
 __all__ = [
     "CLUSTER_ID_VARIABLE",
     "ClusterSpec",
+    "api_key",
     "child_environment",
     "default_model_dir",
     "folder_error",
@@ -50,6 +52,11 @@ def default_model_dir() -> Path:
 def native_dir() -> Path:
     """Where workers keep the native libraries that they compile."""
     return _base("cache", "XDG_CACHE_HOME", ".cache") / "native"
+
+
+def api_key() -> str | None:
+    """Of whoever runs the command; None if there is none."""
+    return os.environ.get("KVRELAY_API_KEY") or None
 
 
 def state_dir() -> Path:

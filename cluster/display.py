@@ -100,7 +100,7 @@ def ready_view(ready: Ready, hints: bool) -> RenderableType:
     """The endpoints, and what to type next."""
     table = Table.grid(padding=(0, 2))
     table.add_row("router", Text(f"{ready.router_address} (gRPC)", style="bold"))
-    table.add_row("", Text(f"http://{ready.http_address}/v1 (OpenAI-compatible)", style="bold"))
+    table.add_row("", Text(f"{ready.http_url}/v1 (OpenAI-compatible)", style="bold"))
     table.add_row("Ray", ready.ray_address)
     if ready.log_path:
         table.add_row("log", ready.log_path)

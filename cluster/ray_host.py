@@ -20,7 +20,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RaySystemError, RayTaskError
 
 from cluster.config import native_dir
-from cluster.health import answers
+from cluster.health import answers, answers_tls
 from cluster.processes import ProcessId, gone
 from cluster.ray_runtime import RayRuntime
 from cluster.reconcile import ROUTER_ID
@@ -49,6 +49,11 @@ class RayHost:
         self._runtime = runtime
         self._router_config = replace(spec.router_config(model_path), routing_seed=secrets.randbits(64))
         self._roles = {worker_id: role for role in ROLES for worker_id in spec.worker_ids(role)}
+
+    @property
+    def serves_tls(self) -> bool:
+        """Whether the router does."""
+        return bool(self._router_config.tls_cert)
 
     def start(self, member_id: str) -> RayHandle:
         if member_id == ROUTER_ID:
@@ -92,7 +97,7 @@ class RayHandle:
         self._actor = actor
         self._pins_ports = pins_ports
         self._process: ProcessId | None = None
-        self._address = ""
+        self._address = self._http_address = ""
         self._killed = False
 
     async def ready(self) -> ReadyReport:
@@ -102,7 +107,7 @@ class RayHandle:
         http_address = report.get("http_address", "")
         if self._pins_ports:
             self._host.pin_router_ports(report["address"], http_address)
-        self._address = report["address"]
+        self._address, self._http_address = report["address"], http_address
         timings, pool = report.get("timings", {}), report.get("pool", "")
         return ReadyReport(report["address"], report["incarnation"], self._process, timings, pool, http_address)
 
@@ -119,6 +124,8 @@ class RayHandle:
         return reason
 
     async def answers(self, timeout_s: float) -> bool:
+        if self._http_address and self._host.serves_tls:
+            return await answers_tls(self._http_address, timeout_s)
         return await answers(self._address, timeout_s)
 
     async def stop(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,7 +98,7 @@ class PoolsSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
     host: str = "127.0.0.1"
-    """Interface for clients. Nothing here authenticates: any other interface is open to its network."""
+    """Interface for clients. Without `api_keys`, any other interface is open to its network."""
     port: int = DEFAULT_PORT
     """For gRPC; 0 takes a free one."""
     http_port: int | None = None
@@ -106,16 +107,32 @@ class RouterSpec:
     """Requests at once; one more is refused with a retry hint."""
     default_timeout_s: float = 600.0
     """Deadline of a call that brings none."""
+    api_keys: str = ""
+    """File of tenants and digests of their keys. Default: nobody needs a key."""
+    tls_cert: str = ""
+    """Certificate chain, PEM file; with it, gRPC and HTTP are served over TLS only."""
+    tls_key: str = ""
+    """Its private key, PEM file."""
+    tls_client_ca: str = ""
+    """Authorities, PEM file; with it, only clients with a certificate of one of them are served."""
 
     def __post_init__(self) -> None:
-        RouterConfig(  # its checks are ours
-            model_path="",
-            model_name="any",
+        self.config(model_path="", model_name="any", router_id="any")  # its checks are ours
+
+    def config(self, model_path: str, model_name: str, router_id: str) -> RouterConfig:
+        return RouterConfig(
+            model_path=model_path,
+            model_name=model_name,
+            router_id=router_id,
             host=self.host,
             port=self.port,
             http_port=self.http_port,
             max_live_requests=self.max_live_requests,
             default_timeout_s=self.default_timeout_s,
+            api_keys=_absolute(self.api_keys),
+            tls_cert=_absolute(self.tls_cert),
+            tls_key=_absolute(self.tls_key),
+            tls_client_ca=_absolute(self.tls_client_ca),
         )
 
     @property
@@ -249,16 +266,12 @@ class ClusterSpec:
         )
 
     def router_config(self, model_path: str) -> RouterConfig:
-        return RouterConfig(
-            model_path=model_path,
-            model_name=self.model,
-            host=self.router.host,
-            port=self.router.port,
-            http_port=self.router.http_port,
-            router_id=f"{self.name}-router",
-            max_live_requests=self.router.max_live_requests,
-            default_timeout_s=self.router.default_timeout_s,
-        )
+        return self.router.config(model_path, self.model, f"{self.name}-router")
+
+
+def _absolute(path: str) -> str:
+    """The router's process may run in another folder. An empty path stays empty."""
+    return os.path.abspath(path) if path else ""
 
 
 @contextmanager

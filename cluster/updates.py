@@ -52,7 +52,7 @@ class Ready:
     pid: int
     seconds: float
     """Since the command began."""
-    http_address: str = ""
+    http_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,13 @@ EngineError
 ├── ModelError              a model is unknown, missing a file, or damaged
 ├── NativeUnavailable       native code cannot be built or loaded here: says why; the slower way runs
 ├── RequestError            what a client asked for can never be served: names the field and the limit
+├── Unauthenticated         nobody knows who calls
+├── PermissionDenied        the one who calls may not
 ├── CapacityError           not now: the caller may try again later or elsewhere
 │   ├── NoFreeBlocks        the pool cannot hold this at the moment
 │   ├── QueueFull           a bounded queue is full
-│   └── PinLimit            pinned prefixes may not keep more of the pool
+│   ├── PinLimit            pinned prefixes may not keep more of the pool
+│   └── RateLimited         the tenant has used what it may; says for how long
 ├── TransferError           KV did not arrive as agreed; the request recomputes
 │   ├── ProtocolError       bytes that are no frame of ours, or not now
 │   ├── HandshakeRefused    the two ends cannot exchange blocks: says why
@@ -35,6 +38,8 @@ class EngineError(Exception):
     """Base of the tree. `retryable` says whether another worker may do better."""
 
     retryable = False
+    retry_after_s: float | None = None
+    """When to try again, where that is known."""
 
 
 class ConfigError(EngineError):
@@ -61,6 +66,14 @@ class RequestError(EngineError):
         self.description = message
 
 
+class Unauthenticated(EngineError):
+    pass
+
+
+class PermissionDenied(EngineError):
+    pass
+
+
 class CapacityError(EngineError):
     retryable = True
 
@@ -75,6 +88,12 @@ class QueueFull(CapacityError):
 
 class PinLimit(CapacityError):
     pass
+
+
+class RateLimited(CapacityError):
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class TransferError(EngineError):

@@ -10,14 +10,18 @@ from engine.errors import (
     ModelError,
     NoFreeBlocks,
     NoWorkers,
+    PermissionDenied,
     QueueFull,
+    RateLimited,
     RequestCancelled,
     RequestError,
     TransferError,
+    Unauthenticated,
     UnavailableError,
     WorkerLost,
 )
 from engine.sampling_params import SamplingParams
+from kvrelay._channel import Tls
 from kvrelay._request import DEFAULT_TIMEOUT_S
 from kvrelay.aclient import AsyncClient, AsyncGenerationStream
 from kvrelay.client import Client, GenerationStream
@@ -64,17 +68,21 @@ __all__ = [
     "ModelError",
     "NoFreeBlocks",
     "NoWorkers",
+    "PermissionDenied",
     "PriceTerm",
     "PricedPair",
     "QueueFull",
+    "RateLimited",
     "RequestCancelled",
     "RequestError",
     "Route",
     "SamplingParams",
     "Span",
+    "Tls",
     "TokenLogprobs",
     "TopLogprob",
     "TransferError",
+    "Unauthenticated",
     "UnavailableError",
     "Usage",
     "Waterfall",

@@ -7,6 +7,7 @@ retryable.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Protocol, cast
 
@@ -22,9 +23,12 @@ from engine.errors import (
     EngineError,
     InternalError,
     ModelError,
+    PermissionDenied,
+    RateLimited,
     RequestCancelled,
     RequestError,
     TransferError,
+    Unauthenticated,
     UnavailableError,
 )
 
@@ -37,6 +41,8 @@ MAX_MESSAGE_BYTES = 1024
 
 _CODES: dict[type[EngineError], grpc.StatusCode] = {
     RequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     TransferError: grpc.StatusCode.UNAVAILABLE,
@@ -89,7 +95,7 @@ def status_of(error: EngineError) -> grpc.StatusCode:
 
 
 def to_rich_status(error: EngineError, retry_after_s: float = DEFAULT_RETRY_S) -> status_pb2.Status:
-    """A `google.rpc.Status`. `retry_after_s` is sent if the error is retryable.
+    """A `google.rpc.Status`. `retry_after_s` is sent if the error is retryable and knows no better.
 
     Messages are cut at `MAX_MESSAGE_BYTES`.
     """
@@ -102,7 +108,8 @@ def to_rich_status(error: EngineError, retry_after_s: float = DEFAULT_RETRY_S) -
         _add_detail(status, error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retryable:
         retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromMilliseconds(round(retry_after_s * 1000))
+        hint_s = retry_after_s if error.retry_after_s is None else error.retry_after_s
+        retry.retry_delay.FromMilliseconds(math.ceil(hint_s * 1000))
         _add_detail(status, retry)
     return status
 
@@ -142,7 +149,11 @@ def error_from_name(name: str, message: str) -> EngineError:
 
 def retry_after(error: grpc.RpcError) -> float | None:
     """Seconds after which the server advises to try again, if it does."""
-    for detail in _rich_status_in(cast(_Status, error)).details:
+    return _retry_after(_rich_status_in(cast(_Status, error)))
+
+
+def _retry_after(status: status_pb2.Status) -> float | None:
+    for detail in status.details:
         retry = error_details_pb2.RetryInfo()
         if detail.Unpack(retry):
             return float(retry.retry_delay.ToMilliseconds()) / 1000
@@ -150,6 +161,8 @@ def retry_after(error: grpc.RpcError) -> float | None:
 
 
 def _restore(cls: type[EngineError], status: status_pb2.Status) -> EngineError:
+    if issubclass(cls, RateLimited):
+        return cls(status.message, _retry_after(status))
     if not issubclass(cls, RequestError):
         return cls(status.message)
     for detail in status.details:

@@ -11,6 +11,7 @@ import grpc
 from engine.errors import InternalError, RequestCancelled
 from kvrelay import _request, _status
 from kvrelay._assembly import GenerationAssembly
+from kvrelay._channel import Metadata, Tls, metadata_of, open_async_channel
 from kvrelay._request import DEFAULT_TIMEOUT_S, GenerateOptions
 from kvrelay.types import Chunk, ClusterStatus, Explanation, Generation, Messages, ModelCard
 from kvrelay.v1 import router_pb2, router_pb2_grpc
@@ -20,7 +21,7 @@ ResponseT = TypeVar("ResponseT", covariant=True)
 
 
 class _Method(Protocol[RequestT, ResponseT]):
-    def __call__(self, request: RequestT, /, *, timeout: float) -> Awaitable[ResponseT]: ...
+    def __call__(self, request: RequestT, /, *, timeout: float, metadata: Metadata) -> Awaitable[ResponseT]: ...
 
 
 class _Call(Protocol):
@@ -100,11 +101,19 @@ class AsyncClient:
     `kvrelay` exports; nothing is retried here.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
         """`address` is HOST:PORT. Connects at the first call. Raises `ConfigError` for an address of another form."""
         self._address = _request.check_address(address)
         self._timeout_s = _request.check_timeout(timeout_s)
-        self._channel = grpc.aio.insecure_channel(address, options=_request.channel_options(address))
+        self._metadata = metadata_of(api_key)
+        self._channel = open_async_channel(address, tls)
         self._router = router_pb2_grpc.RouterStub(self._channel)
         self._admin = router_pb2_grpc.AdminStub(self._channel)
 
@@ -122,7 +131,9 @@ class AsyncClient:
         """Like `generate`, in chunks as they arrive. Errors of the server are raised while iterating."""
         ready = _request.build_generate(prompt, options, self._timeout_s)
         return AsyncGenerationStream(
-            self._router.Generate(ready.message, timeout=ready.timeout_s), self._address, ready.n
+            self._router.Generate(ready.message, timeout=ready.timeout_s, metadata=self._metadata),
+            self._address,
+            ready.n,
         )
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
@@ -171,6 +182,8 @@ class AsyncClient:
         self, method: _Method[RequestT, ResponseT], request: RequestT, timeout_s: float | None
     ) -> ResponseT:
         try:
-            return await method(request, timeout=_request.check_timeout(timeout_s, self._timeout_s))
+            return await method(
+                request, timeout=_request.check_timeout(timeout_s, self._timeout_s), metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise _status.from_rpc_error(error, self._address) from error

@@ -50,6 +50,12 @@ async def serve(config: RouterConfig, grace_s: float) -> None:
 @click.option("--host", default="127.0.0.1", show_default=True, help="Interface to listen on.")
 @click.option("--port", type=int, default=0, show_default=True, help="For gRPC; 0 takes a free one.")
 @click.option("--http-port", type=int, default=None, help="For HTTP. Default: the one after --port, or a free one.")
+@click.option("--api-keys", default="", metavar="FILE", help="Tenants and digests of their keys. Default: no keys.")
+@click.option("--tls-cert", default="", metavar="FILE", help="Certificate chain, PEM: serve over TLS only.")
+@click.option("--tls-key", default="", metavar="FILE", help="Its private key, PEM.")
+@click.option(
+    "--tls-client-ca", default="", metavar="FILE", help="Serve only clients with a certificate of these, PEM."
+)
 @click.option("--router-id", default=None, help="Name of this router; by default a new one.")
 @click.option("--max-live-requests", type=int, default=1024, show_default=True)
 @click.option("--default-timeout-s", type=float, default=600.0, show_default=True, help="For calls without a deadline.")

@@ -22,6 +22,14 @@ class RouterConfig:
     http_port: int | None = None
     """None: the one after `port`, or a free one if that is 0, which 0 takes as well."""
     router_id: str = "router"
+    api_keys: str = ""
+    """File of tenants and digests of their keys (`router.tenants`); empty: nobody needs a key."""
+    tls_cert: str = ""
+    """Certificate chain, PEM; with it, gRPC and HTTP are served over TLS only."""
+    tls_key: str = ""
+    """Its private key, PEM."""
+    tls_client_ca: str = ""
+    """Authorities, PEM; with it, only clients with a certificate of one of them are served."""
     workers: tuple[str, ...] = ()
     """Addresses (HOST:PORT) of the workers known at start; `RouterServer.set_workers` replaces them."""
 
@@ -92,6 +100,10 @@ class RouterConfig:
         for name in ("port", "http_port"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < 65536:
                 raise ConfigError(f"{name} must be in [0, 65535], got {getattr(self, name)}")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("tls_cert and tls_key are needed both, or none")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ConfigError("tls_client_ca needs tls_cert and tls_key")
         if self.local_prefill_max_tokens < 0:
             raise ConfigError(f"local_prefill_max_tokens must be at least 0, got {self.local_prefill_max_tokens}")
         if self.reconnect_max_s < self.reconnect_min_s:

@@ -48,13 +48,12 @@ from router.registry import Registry
 from router.request import GenerationRequest
 from router.served_model import ServedModel
 from router.session import Inbox, Lane
+from router.tenants import ANYBODY, Tenant
 from router.waterfall import WaterfallRecorder
 
 logger = logging.getLogger(__name__)
 WorkT = TypeVar("WorkT", worker_pb2.Reserve, worker_pb2.Prefill)
 
-SCOPE = b""
-"""Tenant scope of every request, as long as clients are not authenticated."""
 NO_WORKER_SHARE = 0.9
 """Of the time that is left, how much the wait for a worker may take, so that the client still learns why."""
 
@@ -110,7 +109,13 @@ class Dispatcher:
     def uptime_ms(self) -> int:
         return round((self._clock() - self._since) * 1000)
 
-    async def generate(self, message: router_pb2.GenerateRequest, emit: Emit, timeout_s: float | None) -> None:
+    async def generate(
+        self,
+        message: router_pb2.GenerateRequest,
+        emit: Emit,
+        timeout_s: float | None,
+        tenant: Tenant = ANYBODY,
+    ) -> None:
         """Serve one call: Accepted, Tokens and Finished go to `emit`; any other end is an `EngineError`.
 
         `timeout_s` is what the caller's deadline leaves. However the call ends, no worker and no map here holds
@@ -119,9 +124,10 @@ class Dispatcher:
         waterfall = WaterfallRecorder(self._clock())
         request_id = validate.request_id_of(message)
         timeout_s = self._config.default_timeout_s if timeout_s is None else timeout_s
-        with self.admission.admit(request_id) as live, self.history.record(request_id) as record:
+        key = tenant.qualified(request_id)
+        with self.admission.admit(key) as live, self.history.record(key) as record:
             async with live.within(timeout_s):
-                request = await self._read(message, live)
+                request = await self._read(message, request_id, tenant, live)
                 n = message.n or 1
                 emit = emit if n == 1 else one_at_a_time(emit)
                 first = _Job(live, request, self._stream(request, emit, waterfall), waterfall, record)
@@ -133,7 +139,9 @@ class Dispatcher:
                     others = [self._serve_further(first, number, emit) for number in range(1, n)]
                     await all_or_none([self._serve(first), *others])
 
-    async def _read(self, message: router_pb2.GenerateRequest, live: LiveRequest) -> GenerationRequest:
+    async def _read(
+        self, message: router_pb2.GenerateRequest, request_id: str, tenant: Tenant, live: LiveRequest
+    ) -> GenerationRequest:
         validate.check_n(message, self._config.max_n)
         params = validate.read_params(message, self._model, self._draw_seed)
         prompt = await self.prompts.tokens(message, live.remaining_s())
@@ -141,7 +149,7 @@ class Dispatcher:
             worker = self._registry.roomiest()
             longest = self._model.max_model_len if worker is None else worker.max_request_tokens
             params = validate.clamped(params, prompt, min(longest, self._model.max_model_len))
-        request = validate.complete(live.request_id, prompt, params, self._model)
+        request = validate.complete(request_id, prompt, params, self._model, tenant.scope)
         self._check_fits(request)
         return request
 
@@ -227,7 +235,7 @@ class Dispatcher:
         workers = self._registry.snapshots()
         block_size = next((worker.block_size for worker in workers), 1)
         # A routing key only: KV type and adapter do not matter for who meets whom.
-        root = BlockIdentity(self._model.fingerprint, "", block_size).root(SCOPE)
+        root = BlockIdentity(self._model.fingerprint, "", block_size).root(job.request.scope)
         placement = PlacementRequest(
             num_tokens=job.num_tokens,
             max_total_tokens=job.request.max_total_tokens,
@@ -372,7 +380,7 @@ class Dispatcher:
         message.token_ids = job.stream.log.tokens()
         message.num_prompt_tokens = job.request.num_prompt_tokens
         message.sampling.CopyFrom(job.request.sampling)
-        message.scope = SCOPE
+        message.scope = job.request.scope
         message.timeout_ms = max(1, int(job.live.remaining_s() * 1000))
         return message
 

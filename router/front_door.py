@@ -1,4 +1,7 @@
-"""What every call passes on its way to `dispatch`, whichever protocol brought it: the account that is kept of it."""
+"""What every call passes on its way in, whichever protocol brought it: who calls, what that tenant may, the account.
+
+`dispatch` serves it then.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +9,73 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from engine.block_hash import TOKEN_BYTES
 from engine.errors import DeadlineExceeded
 from kvrelay.v1 import router_pb2
+from router import validate
 from router.client_stream import Emit
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.limits import TenantLimits
 from router.metrics import RouterMetrics
+from router.tenants import Tenant, Tenants
 
 
 class FrontDoor:
     def __init__(
         self,
         config: RouterConfig,
+        tenants: Tenants,
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.dispatcher = dispatcher
+        self.tenants = tenants
+        self.limits = TenantLimits()
         self._config = config
+        self._dispatcher = dispatcher
         self._metrics = metrics
         self._clock = clock
 
-    async def generate(self, message: router_pb2.GenerateRequest, emit: Emit, timeout_s: float | None) -> None:
-        """`Dispatcher.generate`, measured."""
-        with self._metrics.call(self._clock()) as call:
+    async def generate(
+        self, tenant: Tenant, message: router_pb2.GenerateRequest, emit: Emit, timeout_s: float | None
+    ) -> None:
+        """`Dispatcher.generate` within the tenant's limits, measured."""
+        now = self._clock()
+        with self._metrics.call(now) as call:
+            validate.check_n(message, self._config.max_n)
+            with self.limits.admit(tenant, message.n or 1, now):
 
-            async def metered(event: router_pb2.GenerateResponse) -> None:
-                await emit(event)
-                call.sent(event, self._clock())
+                async def metered(event: router_pb2.GenerateResponse) -> None:
+                    await emit(event)
+                    now = self._clock()
+                    call.sent(event, now)
+                    self.limits.charge(tenant, _tokens_of(event), now)
 
-            await self.dispatcher.generate(message, metered, timeout_s)
-            call.finished(self._clock())
+                await self._dispatcher.generate(message, metered, timeout_s, tenant)
+                call.finished(self._clock())
+
+    def cancel(self, tenant: Tenant, request_id: str) -> bool:
+        """End a live request of this tenant. False: it has none of this id."""
+        return self._dispatcher.admission.cancel(tenant.qualified(request_id))
+
+    def explain(self, tenant: Tenant, request_id: str) -> router_pb2.ExplainResponse:
+        """Of a recent request of this tenant."""
+        explained = self._dispatcher.history.find(tenant.qualified(request_id)).to_proto()
+        explained.request_id = request_id
+        return explained
 
     async def tokenize(self, message: router_pb2.TokenizeRequest, timeout_s: float | None) -> bytes:
         """Token ids, little-endian u32. Raises what `Prompts.tokens` raises, or `DeadlineExceeded`."""
         timeout_s = self._config.default_timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await self.dispatcher.prompts.tokens(message, timeout_s)
+                return await self._dispatcher.prompts.tokens(message, timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the call's {timeout_s:g} s are over") from None
+
+
+def _tokens_of(event: router_pb2.GenerateResponse) -> int:
+    if event.HasField("tokens"):
+        return len(event.tokens.token_ids) // TOKEN_BYTES
+    return event.accepted.prompt_tokens

@@ -25,6 +25,8 @@ class GenerationRequest:
     """With a seed."""
     sampling: common_pb2.SamplingParams
     """`params` as workers get them."""
+    scope: bytes = b""
+    """Of the tenant: part of block identity."""
 
     @property
     def num_prompt_tokens(self) -> int:

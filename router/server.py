@@ -23,6 +23,8 @@ from router.metrics import RouterMetrics
 from router.registry import Registry
 from router.served_model import ServedModel, load_served_model
 from router.service import AdminService, RouterService
+from router.tenants import load_tenants
+from router.tls import load_server_tls
 
 SERVICES = tuple(router_pb2.DESCRIPTOR.services_by_name[name] for name in ("Router", "Admin"))
 ROUTER_SERVICE, ADMIN_SERVICE = (service.full_name for service in SERVICES)
@@ -60,19 +62,22 @@ class RouterServer:
     async def start(self) -> str:
         """Serve; returns HOST:PORT of gRPC. Workers are connected in the background.
 
-        Raises `ModelError`, or `ConfigError` naming the port if it is taken; nothing stays open then.
+        Raises `ModelError`, or `ConfigError` naming a file of keys or certificates, or a port that is taken; nothing
+        stays open then.
         """
+        tls = load_server_tls(self._config)
+        tenants = load_tenants(self._config.api_keys)
         model = self._model
         if model is None:
             model = await asyncio.to_thread(load_served_model, Path(self._config.model_path), self._config.model_name)
         registry = Registry(self._config, model.fingerprint)
         dispatcher = Dispatcher(self._config, model, registry)
         metrics = RouterMetrics(dispatcher.admission, registry)
-        front = FrontDoor(self._config, dispatcher, metrics)
+        front = FrontDoor(self._config, tenants, dispatcher, metrics)
         server = grpc.aio.server(interceptors=[RefuseMalformed(SERVICES)], options=self._options())
         router_pb2_grpc.add_RouterServicer_to_server(RouterService(self._config, model, front), server)
         router_pb2_grpc.add_AdminServicer_to_server(
-            AdminService(self._config, _version(), registry, dispatcher), server
+            AdminService(self._config, _version(), registry, dispatcher, tenants), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
@@ -80,12 +85,12 @@ class RouterServer:
         )
         wanted = f"{self._config.host}:{self._config.port}"
         try:
-            port = server.add_insecure_port(wanted)
+            port = server.add_insecure_port(wanted) if tls is None else server.add_secure_port(wanted, tls.grpc)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {wanted}: the port is in use, or the address not ours") from error
-        http = HttpServer(self._config, Routes(self._config, model, registry, front, metrics))
+        http = HttpServer(self._config, tenants, Routes(self._config, model, registry, front, metrics))
         try:
-            self.http_address = await http.start(self._http_port(port))
+            self.http_address = await http.start(self._http_port(port), None if tls is None else tls.http)
         except ConfigError:
             await server.stop(0)
             raise

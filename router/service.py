@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
 
 from engine.errors import EngineError
-from kvrelay._status import abort_arguments
+from kvrelay._status import abort_arguments, status_of
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router import validate
 from router.config import RouterConfig
@@ -17,31 +20,41 @@ from router.front_door import FrontDoor
 from router.peer import Peer
 from router.registry import Departed, Registry
 from router.served_model import ServedModel
+from router.tenants import Tenant, Tenants
 from router.worker_client import WorkerClient, WorkerState
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+audit = logging.getLogger("kvrelay.audit")
+
+
 class RouterService(router_pb2_grpc.RouterServicer):
+    """Every method begins with `_tenant`: without a key that is known, nothing is answered."""
+
     def __init__(self, config: RouterConfig, model: ServedModel, front: FrontDoor) -> None:
         self._config = config
         self._model = model
         self._front = front
-        self._dispatcher = front.dispatcher
 
     # The generated types know servicer methods that are generators. grpc.aio also takes coroutines that write: those
     # are cancelled where they wait, while a generator would be left suspended at its yield.
     async def Generate(self, request: router_pb2.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
         try:
-            await self._front.generate(request, context.write, context.time_remaining())
+            tenant = self._tenant(context)
+            await self._front.generate(tenant, request, context.write, context.time_remaining())
         except EngineError as error:
             await self._abort(context, error)
 
     async def Cancel(self, request: router_pb2.CancelRequest, context: _Context) -> router_pb2.CancelResponse:
-        return router_pb2.CancelResponse(found=self._dispatcher.admission.cancel(request.request_id))
+        try:
+            return router_pb2.CancelResponse(found=self._front.cancel(self._tenant(context), request.request_id))
+        except EngineError as error:
+            await self._abort(context, error)
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: _Context) -> router_pb2.TokenizeResponse:
         try:
+            self._tenant(context)
             validate.check_model(request.model, self._model)
             token_ids = await self._front.tokenize(request, context.time_remaining())
             return router_pb2.TokenizeResponse(token_ids=token_ids)
@@ -50,30 +63,61 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     async def Explain(self, request: router_pb2.ExplainRequest, context: _Context) -> router_pb2.ExplainResponse:
         try:
-            return self._dispatcher.history.find(request.request_id).to_proto()
+            return self._front.explain(self._tenant(context), request.request_id)
         except EngineError as error:
             await self._abort(context, error)
 
     async def ListModels(
         self, request: router_pb2.ListModelsRequest, context: _Context
     ) -> router_pb2.ListModelsResponse:
+        try:
+            self._tenant(context)
+        except EngineError as error:
+            await self._abort(context, error)
         model = self._model
         card = router_pb2.ModelCard(name=model.name, max_model_len=model.max_model_len, fingerprint=model.fingerprint)
         return router_pb2.ListModelsResponse(models=[card])
 
+    def _tenant(self, context: _Context) -> Tenant:
+        return self._front.tenants.identify(authorization_of(context))
+
     async def _abort(self, context: _Context, error: EngineError) -> NoReturn:
-        await context.abort(*abort_arguments(error, self._config.retry_after_s))
-        raise AssertionError("abort always raises")
+        await abort(context, error, self._config.retry_after_s)
 
 
 class AdminService(router_pb2_grpc.AdminServicer):
-    def __init__(self, config: RouterConfig, version: str, registry: Registry, dispatcher: Dispatcher) -> None:
+    """Every method goes through `_audited`."""
+
+    def __init__(
+        self, config: RouterConfig, version: str, registry: Registry, dispatcher: Dispatcher, tenants: Tenants
+    ) -> None:
         self._config = config
+        self._tenants = tenants
         self._version = version
         self._registry = registry
         self._dispatcher = dispatcher
 
     async def Status(self, request: router_pb2.StatusRequest, context: _Context) -> router_pb2.StatusResponse:
+        async with self._audited("Status", context):
+            return self._status()
+
+    @asynccontextmanager
+    async def _audited(self, what: str, context: _Context) -> AsyncIterator[None]:
+        """The body runs for who may call Admin. Who asked for what, and how it ended, goes to the audit log."""
+        who, outcome = "unknown", "FAULT"
+        try:
+            tenant = self._tenants.identify(authorization_of(context))
+            who = tenant.name
+            tenant.check_admin()
+            yield
+            outcome = "OK"
+        except EngineError as error:
+            outcome = status_of(error).name
+            await abort(context, error, self._config.retry_after_s)
+        finally:
+            audit.info("%s from %s: Admin.%s: %s", who, context.peer(), what, outcome)
+
+    def _status(self) -> router_pb2.StatusResponse:
         history, now = self._dispatcher.history, asyncio.get_running_loop().time()
         return router_pb2.StatusResponse(
             router_id=self._config.router_id,
@@ -89,6 +133,18 @@ class AdminService(router_pb2_grpc.AdminServicer):
             requests_cancelled=history.requests_cancelled,
             requests_refused=history.requests_refused,
         )
+
+
+def authorization_of(context: _Context) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    return None
+
+
+async def abort(context: _Context, error: EngineError, retry_after_s: float) -> NoReturn:
+    await context.abort(*abort_arguments(error, retry_after_s))
+    raise AssertionError("abort always raises")
 
 
 def _worker_status(client: WorkerClient) -> router_pb2.WorkerStatus:

@@ -66,9 +66,13 @@ def clamped(params: SamplingParams, prompt: bytes, limit: int) -> SamplingParams
     return replace(params, max_tokens=max(1, min(params.max_tokens, room)))
 
 
-def complete(request_id: str, prompt: bytes, params: SamplingParams, model: ServedModel) -> GenerationRequest:
+def complete(
+    request_id: str, prompt: bytes, params: SamplingParams, model: ServedModel, scope: bytes = b""
+) -> GenerationRequest:
     """The request from its checked parts. Raises `RequestError` if it is longer than the model takes."""
-    request = GenerationRequest(request_id=request_id, prompt=prompt, params=params, sampling=sampling_to_proto(params))
+    request = GenerationRequest(
+        request_id=request_id, prompt=prompt, params=params, sampling=sampling_to_proto(params), scope=scope
+    )
     check_length(request, model.max_model_len)
     return request
 

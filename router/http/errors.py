@@ -12,9 +12,11 @@ from engine.errors import (
     CapacityError,
     DeadlineExceeded,
     EngineError,
+    PermissionDenied,
     RequestCancelled,
     RequestError,
     TransferError,
+    Unauthenticated,
     UnavailableError,
 )
 
@@ -22,6 +24,8 @@ MAX_MESSAGE_CHARS = 1024
 
 _STATUS: dict[type[EngineError], tuple[int, str, str | None]] = {
     RequestError: (400, "invalid_request_error", None),
+    Unauthenticated: (401, "invalid_request_error", "invalid_api_key"),
+    PermissionDenied: (403, "invalid_request_error", "permission_denied"),
     CapacityError: (429, "rate_limit_error", "rate_limit_exceeded"),
     UnavailableError: (503, "server_error", "service_unavailable"),
     TransferError: (503, "server_error", "service_unavailable"),
@@ -48,7 +52,10 @@ def error_response(error: EngineError, retry_after_s: float, names: Mapping[str,
     status, _, _ = _entry(error)
     headers = {}
     if error.retryable:
-        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+        hint_s = retry_after_s if error.retry_after_s is None else error.retry_after_s
+        headers["Retry-After"] = str(max(1, math.ceil(hint_s)))
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return web.json_response(error_body(error, names), status=status, headers=headers)
 
 

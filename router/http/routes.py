@@ -13,7 +13,7 @@ from engine.block_hash import unpack_tokens
 from engine.errors import EngineError, RequestError
 from kvrelay import _request
 from kvrelay._assembly import GenerationAssembly
-from kvrelay.types import Usage
+from kvrelay.types import Generation, Usage
 from kvrelay.v1 import router_pb2
 from router import metrics, validate
 from router.choices import all_or_none
@@ -28,9 +28,14 @@ from router.http.shapes import Answer
 from router.http.sse import EventStream
 from router.registry import Registry
 from router.served_model import ServedModel
+from router.tenants import Tenant
 
 REQUEST_ID = "X-Request-Id"
 TIMEOUT = "X-Request-Timeout"
+TENANT = web.RequestKey("tenant", Tenant)
+"""Of a request, once it is known who sent it."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""Answered to anybody: for probes and scrapers. They name workers, and no tenant."""
 
 
 class Routes:
@@ -129,6 +134,7 @@ class Routes:
         return await read_object(request, self._config.max_request_bytes, self._config.body_timeout_s)
 
     async def _generate(self, request: web.Request, api: Api) -> web.StreamResponse:
+        tenant = request[TENANT]
         body = await self._body(request)
         request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
         names = generation.names_of(api, body)
@@ -142,12 +148,12 @@ class Routes:
             answer = Answer(call, self._model.tokenizer, request_id, model, int(time.time()))
             headers = {REQUEST_ID: request_id}
             if call.stream:
-                return await self._stream(call, answer, EventStream(request, headers), names)
-            return web.json_response(answer.whole(await self._collect(call)), headers=headers)
+                return await self._stream(tenant, call, answer, EventStream(request, headers), names)
+            return web.json_response(answer.whole(await self._collect(tenant, call)), headers=headers)
         except EngineError as error:
             return error_response(error, self._config.retry_after_s, names)
 
-    async def _collect(self, call: GenerationCall) -> list[Any]:
+    async def _collect(self, tenant: Tenant, call: GenerationCall) -> list[Generation]:
         assemblies = [GenerationAssembly(call.n) for _ in call.messages]
 
         def into(assembly: GenerationAssembly) -> Emit:
@@ -157,18 +163,18 @@ class Routes:
             return emit
 
         await all_or_none(
-            self._front.generate(message, into(assembly), call.timeout_s)
+            self._front.generate(tenant, message, into(assembly), call.timeout_s)
             for message, assembly in zip(call.messages, assemblies, strict=True)
         )
         return [assembly.result for assembly in assemblies]
 
     async def _stream(
-        self, call: GenerationCall, answer: Answer, stream: EventStream, names: Mapping[str, str]
+        self, tenant: Tenant, call: GenerationCall, answer: Answer, stream: EventStream, names: Mapping[str, str]
     ) -> web.StreamResponse:
         usages = [[Usage(0, 0, 0)] * call.n for _ in call.messages]
         try:
             await all_or_none(
-                self._front.generate(message, _chunks(answer, stream, number, usages[number]), call.timeout_s)
+                self._front.generate(tenant, message, _chunks(answer, stream, number, usages[number]), call.timeout_s)
                 for number, message in enumerate(call.messages)
             )
             if call.include_usage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -11,7 +12,8 @@ from aiohttp import web
 from engine.errors import ConfigError, EngineError
 from router.config import RouterConfig
 from router.http.errors import error_response, fault_response, http_error_response
-from router.http.routes import Routes
+from router.http.routes import OPEN_PATHS, TENANT, Routes
+from router.tenants import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +29,9 @@ class HttpServer:
     A client that goes away cancels its call where it waits. However a handler ends, nothing of its call is left.
     """
 
-    def __init__(self, config: RouterConfig, routes: Routes) -> None:
+    def __init__(self, config: RouterConfig, tenants: Tenants, routes: Routes) -> None:
         self._config = config
+        self._tenants = tenants
         self._calls: set[asyncio.Task[None]] = set()
         app = web.Application(middlewares=[self._answer_errors], client_max_size=config.max_request_bytes)
         routes.add_to(app)
@@ -41,12 +44,12 @@ class HttpServer:
             max_field_size=MAX_HEADER_BYTES,
         )
 
-    async def start(self, port: int) -> str:
+    async def start(self, port: int, tls: ssl.SSLContext | None = None) -> str:
         """Listen; returns HOST:PORT. Raises `ConfigError` naming the port if it is taken; nothing stays open then."""
         await self._runner.setup()
         host = self._config.host
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            await web.TCPSite(self._runner, host, port, ssl_context=tls).start()
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(f"cannot listen for HTTP on {host}:{port}: {error.strerror}") from error
@@ -66,11 +69,13 @@ class HttpServer:
     async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Every refusal and fault in OpenAI's shape. Knows the task of each call while it runs."""
+        """Nothing is read of a request whose sender is unknown. Every refusal and fault has OpenAI's shape."""
         task = asyncio.current_task()
         assert task is not None, "a handler runs in a task"
         self._calls.add(task)
         try:
+            if request.path not in OPEN_PATHS:
+                request[TENANT] = self._tenants.identify(request.headers.get("Authorization"))
             return await handler(request)
         except EngineError as error:
             return error_response(error, self._config.retry_after_s)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import fake_router
 import pytest
+import trustme
 from click.testing import CliRunner, Result
 from fake_router import Event, FakeRouter, LiveCall, accepted, finished, running_fake_router, tokens
 
@@ -178,6 +179,21 @@ def test_the_running_cluster_is_the_default_router(router: FakeRouter, monkeypat
     assert kvrelay("generate", "hello").stdout == "Grüße ✓\n"
     assert kvrelay("generate", "hello", "--cluster", "other").stdout == "Grüße ✓\n"
     assert asked == [None, "other"]
+
+
+def test_a_commands_key_comes_from_the_environment(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_API_KEY", "secret")
+    assert kvrelay("generate", "hello", "--router", router.address).exit_code == 0
+    assert kvrelay("status", "--router", router.address).exit_code == 0
+    assert router.authorizations == ["Bearer secret"] * 2
+
+
+def test_with_an_authority_a_command_talks_over_tls_only(router: FakeRouter, tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.write_bytes(trustme.CA().cert_pem.bytes())
+    result = kvrelay("status", "--router", router.address, "--tls-ca", str(ca))
+    assert result.exit_code == 1
+    assert router.requests == []
 
 
 def test_status_shows_every_worker_its_blocks_and_its_trouble(router: FakeRouter) -> None:

@@ -7,7 +7,7 @@ from rich.console import Console
 from cluster.display import Display
 from cluster.updates import Failed, MemberTrouble, Ready, StageBegan, StageDone, StageMoved, Update
 
-READY = Ready("default", "m", "127.0.0.1:8600", "127.0.0.1:1", "", 12, 5.5, "127.0.0.1:8601")
+READY = Ready("default", "m", "127.0.0.1:8600", "127.0.0.1:1", "", 12, 5.5, "http://127.0.0.1:8601")
 
 
 def shown(*updates: Update, terminal: bool = False, hints: bool = True) -> str:

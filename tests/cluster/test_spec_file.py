@@ -21,6 +21,10 @@ pools:
     kv_memory_bytes: 1048576
 router:
   port: 0
+  http_port: 8080
+  api_keys: keys.yaml
+  tls_cert: /etc/cert.pem
+  tls_key: /etc/key.pem
   default_timeout_s: 30
 ray:
   address: 10.0.0.1:6379
@@ -37,6 +41,9 @@ def test_every_field_of_a_spec_is_read() -> None:
     assert (spec.pools.prefill.max_model_len, spec.pools.decode.max_model_len) == (4096, None)
     assert spec.worker_ids("decode") == ("decode-0", "decode-1", "decode-2")
     assert (spec.router.port, spec.router.default_timeout_s) == (0, 30.0)
+    config = spec.router_config("/m")
+    assert (config.http_port, config.tls_cert) == (8080, "/etc/cert.pem")
+    assert config.api_keys == str(Path.cwd() / "keys.yaml")
     assert not spec.ray.local
     assert spec.supervision.backoff_max_s == 5.5
 

@@ -157,6 +157,8 @@ class FakeRouter(router_pb2_grpc.RouterServicer, router_pb2_grpc.AdminServicer):
         self.script: Script = answer
         self.error: EngineError | None = None
         self.requests: list[Any] = []
+        self.authorizations: list[str | None] = []
+        """Of each request."""
         self.over: queue.SimpleQueue[LiveCall] = queue.SimpleQueue()
 
     def Generate(self, request: router_pb2.GenerateRequest, context: grpc.ServicerContext) -> Iterator[Event]:
@@ -196,6 +198,8 @@ class FakeRouter(router_pb2_grpc.RouterServicer, router_pb2_grpc.AdminServicer):
 
     def _received(self, request: Any, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
+        metadata = dict(context.invocation_metadata())
+        self.authorizations.append(metadata.get("authorization"))
         if self.error is not None:
             abort(context, self.error)
 

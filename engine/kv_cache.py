@@ -32,6 +32,9 @@ class KvCache:
     and (Linux 5.1 and later) no mapping but ours can write to it.
     """
 
+    device = "cpu"
+    """Where it is, as torch names it."""
+
     def __init__(self, layout: KvLayout, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Raises `ConfigError` naming `kv_memory_bytes` if the machine cannot hold the pool; nothing stays open.
 

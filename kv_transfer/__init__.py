@@ -27,8 +27,17 @@ What can go wrong, and who notices:
                                       from the refusal of its next block or renewal
 
 A link is one connected socket for one (P, D incarnation) pair and carries all their requests, group by group in turn.
-Its control frames are length-prefixed msgpack with a closed schema (frames.py). Two transports differ only in where
-the payload of a block comes from: `shm` (transport_shm.py) and `tcp` (transport_tcp.py).
+Its control frames are length-prefixed msgpack with a closed schema (frames.py). The transports differ only in where
+the payload of a block comes from:
+
+    shm     D copies it out of P's pool, which it has mapped; on one host                      transport_shm.py
+    nccl    through a NCCL communicator of the pair, between GPUs                              transport_nccl.py
+    tcp     it follows its frame on the control connection                                     transport_tcp.py
+    gloo    through a Gloo group of the pair; only where it is named                           transport_gloo.py
+
+The first of them that both ends offer is tried first; if it does not work between them, the next; if none does, the
+transfer fails and D computes the prompt. With a cluster key (authentication.py) both ends prove who they are before
+anything is mapped, allocated or told.
 
 The two may lay their blocks out otherwise: D may hold fewer heads, or another number of tokens in a block. The ticket
 says how D's are; P makes blocks of that layout before it takes their digest, and everything above stays as it is, for

@@ -6,6 +6,7 @@ One thread may send while another receives. Every call has a deadline.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import sys
@@ -37,6 +38,10 @@ class FrameSocket:
     @property
     def is_unix(self) -> bool:
         return self._sock.family == socket.AF_UNIX
+
+    def local_host(self) -> str:
+        """Our address, as the peer reaches it. Not of a Unix socket."""
+        return str(self._sock.getsockname()[0])
 
     def peer_user(self) -> int | None:
         """User id of the process that connected or listened, where the kernel vouches for it (Unix socket, Linux)."""
@@ -134,6 +139,12 @@ class FrameSocket:
         return buffered - LENGTH_BYTES >= int.from_bytes(
             self._buffer[self._start : self._start + LENGTH_BYTES], "little"
         )
+
+    def peer_gone(self) -> bool:
+        """Whether the connection has ended, from either side, whatever is still to be received. Does not wait."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def receive_into(self, target: memoryview) -> None:
         """Fill `target` with payload. On an error part of it may be overwritten."""

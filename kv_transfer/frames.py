@@ -36,6 +36,8 @@ MAX_GROUP_BYTES = 64 * 1024 * 1024
 MAX_RENEWED_TICKETS = 64
 MAX_ACKED_ORDINALS = 256
 MAX_MESSAGE_BYTES = 512
+NONCE_BYTES = 32
+MAC_BYTES = 32
 CONVERTS = "converts"
 """Capability of P: if D's layout is another one, P makes blocks of it, for transports where payloads follow frames."""
 _MAX_CAPABILITIES = 16
@@ -60,7 +62,7 @@ class Hello:
     num_blocks: int
     """In P's pool."""
     capabilities: tuple[str, ...]
-    """Optional features; unknown ones are ignored. `CONVERTS` is one."""
+    """Optional features; unknown ones are ignored. `CONVERTS` is one, `authentication.CAPABILITY` another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class Welcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     code: str
-    """One of `kv_transfer.link.RefusalCode`."""
+    """One of `kv_transfer.handshake.RefusalCode`."""
     message: str
 
 
@@ -172,7 +174,33 @@ class Nack:
     message: str
 
 
-Frame = Hello | Welcome | Refused | Block | Finish | Renew | Abort | Ack | Nack | Blocks
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meet:
+    """Both ways, before the first block: what torch's process groups have to tell each other."""
+
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Challenge:
+    """D to P, in answer to HELLO: prove that you know the cluster key."""
+
+    protocol: int
+    """That `Welcome` will say."""
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Both ways, P first. See `kv_transfer.authentication`."""
+
+    nonce: bytes
+    """Of its author."""
+    mac: bytes
+
+
+Frame = Hello | Welcome | Refused | Block | Finish | Renew | Abort | Ack | Nack | Blocks | Meet | Challenge | Proof
 
 
 class _Invalid(Exception):
@@ -216,6 +244,15 @@ def _blob(size: int) -> _Check:
     def check(value: Any) -> Any:
         if type(value) is not bytes or len(value) != size:
             raise _Invalid(f"{size} bytes")
+        return value
+
+    return check
+
+
+def _bytes(max_bytes: int) -> _Check:
+    def check(value: Any) -> Any:
+        if type(value) is not bytes or len(value) > max_bytes:
+            raise _Invalid(f"at most {max_bytes} bytes")
         return value
 
     return check
@@ -277,6 +314,9 @@ _CHECKS: dict[type[Frame], tuple[_Check, ...]] = {
     Ack: (_ID, _tuple(_U32, MAX_ACKED_ORDINALS)),
     Nack: (_ID, _optional(_U32), _NAME, _MESSAGE),
     Blocks: (_ID, _ID, _entries, _U32),
+    Meet: (_text(MAX_MESSAGE_BYTES), _bytes(MAX_MESSAGE_BYTES)),
+    Challenge: (_U32, _blob(NONCE_BYTES)),
+    Proof: (_blob(NONCE_BYTES), _blob(MAC_BYTES)),
 }
 """A rule for each field, in the order of the fields. The order of the classes is their number on the wire, from 1."""
 
@@ -311,7 +351,7 @@ def decode(body: bytes | bytearray | memoryview) -> Frame:
         items = msgpack.unpackb(
             body,
             max_str_len=MAX_MESSAGE_BYTES,
-            max_bin_len=MAX_ID_BYTES,
+            max_bin_len=MAX_MESSAGE_BYTES,
             max_array_len=MAX_ACKED_ORDINALS,
             max_map_len=16,
             max_ext_len=0,

@@ -16,14 +16,25 @@ from engine.kv_layout import KvLayout
 
 SHM = "shm"
 TCP = "tcp"
-TRANSPORTS = (SHM, TCP)
+NCCL = "nccl"
+GLOO = "gloo"
+TRANSPORTS = (SHM, NCCL, TCP, GLOO)
 """All that we know, the preferred one first."""
+DEFAULT_TRANSPORTS = (SHM, TCP)
+CONVERTING = (TCP, GLOO)
+"""Over which P can send other bytes than those of its pool."""
 
 MAX_ID_BYTES = 128
 """Of a worker id, incarnation or ticket id, in UTF-8."""
 FINGERPRINT_BYTES = 32
 MAX_ENDPOINT_BYTES = 1024
 _HOST_ID_BYTES = 16
+
+
+def check_transports(names: tuple[str, ...]) -> None:
+    """Raises `ConfigError` unless `names` may be what a worker offers."""
+    if not names or len(set(names)) != len(names) or not set(names) <= set(TRANSPORTS):
+        raise ConfigError(f"kv_transports must name some of {', '.join(TRANSPORTS)}, each once, got {', '.join(names)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

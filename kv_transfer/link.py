@@ -1,9 +1,8 @@
-"""How a link begins: which socket, which transport, and whether the two ends may exchange blocks at all.
+"""How a link begins: which socket, and which transport.
 
-    P  connects to D's endpoint, one attempt for each transport that both have, the preferred one first
-    P  HELLO ->     protocol versions, who P is, whom it wants, model fingerprint, KV layout, transport;
-                    for `shm` with a descriptor of P's pool, through which only reading is possible
-    D  <- WELCOME   the agreed version;  or  <- REFUSED with a code and a reason, and the end of the stream
+    P       connects to D's endpoint, one attempt for each transport that both have, the preferred one first
+    both    handshake                                                                         handshake.py
+    both    for `gloo` and `nccl`: build the process group of the pair                        process_group.py
 
 A refusal for the transport's sake leads to the next attempt; any other ends them, as the next would hear the same.
 What follows the handshake is in `kv_transfer`, `kv_transfer.sender` and `kv_transfer.receiver`.
@@ -16,30 +15,33 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
-from typing import Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
 
+from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError, HandshakeRefused, LinkClosed, ProtocolError
-from engine.kv_layout import KvLayout
-from kv_transfer.conversion import compatible
 from kv_transfer.digest import BlockCopier
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import (
-    CONVERTS,
-    OLDEST_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
-    Blocks,
-    Hello,
-    Refused,
-    Welcome,
-    clipped,
-    encode,
+from kv_transfer.frames import Blocks, Hello, Refused, Welcome, clipped, encode
+from kv_transfer.handshake import Refusal, RefusalCode, examine, introduce
+from kv_transfer.identity import (
+    DEFAULT_TRANSPORTS,
+    GLOO,
+    NCCL,
+    SHM,
+    TCP,
+    LinkEndpoint,
+    PeerIdentity,
+    check_transports,
+    host_id,
 )
-from kv_transfer.identity import SHM, TCP, LinkEndpoint, PeerIdentity, host_id
 from kv_transfer.pool import KvPool
-from kv_transfer.transport_shm import ShmIntake, ShmOutlet, read_only
+from kv_transfer.transport_shm import ShmIntake, ShmOutlet
 from kv_transfer.transport_tcp import TcpIntake, TcpOutlet
+
+if TYPE_CHECKING:
+    from kv_transfer.process_group import PairGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,10 @@ class LinkSettings:
     """That one receiver serves at once, handshakes included."""
     connection: Callable[[socket.socket, float], FrameSocket] = FrameSocket
     """Makes a link's connection of a connected socket and a time-out. Fault injection brings its own (faults.py)."""
+    transports: tuple[str, ...] = DEFAULT_TRANSPORTS
+    """That this worker offers, or uses."""
+    key: ClusterKey | None = None
+    """Both ends of a link prove that they know it. None: nobody proves anything."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -65,26 +71,7 @@ class LinkSettings:
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-
-
-class RefusalCode(StrEnum):
-    PROTOCOL = "protocol"
-    """No version in common."""
-    IDENTITY = "identity"
-    """The worker that P wants is not here, or not any more."""
-    FINGERPRINT = "fingerprint"
-    """Another model."""
-    LAYOUT = "layout"
-    TRANSPORT = "transport"
-    """This transport does not work between us; another may."""
-
-
-class Refusal(HandshakeRefused):
-    """With what the two ends of a handshake need beside the reason: its kind."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = str(code)
+        check_transports(self.transports)
 
 
 class Outlet(Protocol):
@@ -99,6 +86,10 @@ class Outlet(Protocol):
 
     def send(self, encoded: bytes, sources: Sequence[memoryview]) -> None:
         """Send the frame of a group of blocks, and what must follow it. Reads `sources` only until it returns."""
+        ...
+
+    def close(self) -> None:
+        """Once nobody sends any more. The connection is its link's."""
         ...
 
 
@@ -166,26 +157,26 @@ def connect(
         connection = settings.connection(sock, settings.handshake_timeout_s)
         opened(connection)
         try:
-            protocol = _introduce(connection, identity, target, pool, transport)
+            hello, protocol = introduce(connection, identity, target, pool, transport, settings.key)
+            outlet = _outlet(connection, hello, pool, settings)
         except Refusal as refusal:
             connection.close()
             failure = HandshakeRefused(str(refusal))
             if refusal.code != RefusalCode.TRANSPORT:
                 break
             continue
-        except (LinkClosed, ProtocolError):
+        except (HandshakeRefused, LinkClosed, ProtocolError):
             connection.close()
             raise
         connection.set_timeout(settings.progress_timeout_s)
-        outlet = ShmOutlet(connection, pool.layout.block_bytes) if transport == SHM else TcpOutlet(connection)
         return OutgoingLink(connection, outlet, protocol, fell_back=number > 0)
     raise failure
 
 
 def accept(
-    connection: FrameSocket, identity: PeerIdentity, copier: BlockCopier, settings: LinkSettings
+    connection: FrameSocket, identity: PeerIdentity, kv: KvPool, copier: BlockCopier, settings: LinkSettings
 ) -> IncomingLink:
-    """D's side, on a fresh connection. Waits at most the handshake time-out.
+    """D's side, on a fresh connection. Waits at most the handshake time-out for each step.
 
     Raises `Refusal` (the peer was told), `LinkClosed`, `ProtocolError`; the connection is then only good for `close`.
     """
@@ -200,14 +191,9 @@ def accept(
             raise LinkClosed(f"no HELLO within {settings.handshake_timeout_s:g} s")
         if not isinstance(hello, Hello):
             raise ProtocolError(f"a link begins with HELLO, not {type(hello).__name__}")
-        _check_peer_user(connection)  # only now: a refusal reaches nobody whose HELLO is still unread
-        protocol = _judge(hello, identity)
-        intake = _intake(connection, hello, fd, identity.layout, copier)
-        try:
-            connection.send(encode(Welcome(protocol=protocol, capabilities=())))
-        except LinkClosed:
-            intake.close()
-            raise
+        protocol = examine(connection, hello, identity, settings.key)
+        welcome = encode(Welcome(protocol=protocol, capabilities=()))
+        intake = _intake(connection, hello, fd, (kv, copier, settings), welcome)
     except Refusal as refusal:
         with suppress(LinkClosed):  # it has its refusal, or is gone
             connection.send(encode(Refused(code=refusal.code, message=clipped(str(refusal)))))
@@ -231,13 +217,14 @@ def keep_alive(sock: socket.socket) -> None:
 def _attempts(
     endpoint: LinkEndpoint, pool: KvPool, settings: LinkSettings
 ) -> list[tuple[str, Callable[[], socket.socket]]]:
-    attempts: list[tuple[str, Callable[[], socket.socket]]] = []
     name = endpoint.unix_name
-    if SHM in endpoint.transports and name is not None and pool.fd is not None and endpoint.host_id == host_id():
-        attempts.append((SHM, partial(_dial_unix, name, settings.connect_timeout_s)))
-    if TCP in endpoint.transports:
-        attempts.append((TCP, partial(_dial_tcp, endpoint.host, endpoint.port, settings.connect_timeout_s)))
-    return attempts
+    tcp = partial(_dial_tcp, endpoint.host, endpoint.port, settings.connect_timeout_s)
+    possible: dict[str, Callable[[], socket.socket]] = {}  # the preferred one first
+    if name is not None and pool.fd is not None and endpoint.host_id == host_id():
+        possible[SHM] = partial(_dial_unix, name, settings.connect_timeout_s)
+    possible |= {TCP: tcp, GLOO: tcp} if pool.device == "cpu" else {NCCL: tcp}
+    both = set(endpoint.transports) & set(settings.transports)
+    return [(transport, dial) for transport, dial in possible.items() if transport in both]
 
 
 def _dial_unix(name: bytes, timeout_s: float) -> socket.socket:
@@ -257,99 +244,67 @@ def _dial_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
     return sock
 
 
-def _introduce(
-    connection: FrameSocket, identity: PeerIdentity, target: tuple[str, str], pool: KvPool, transport: str
-) -> int:
-    """Say HELLO, and hear which version is agreed on."""
-    hello = Hello(
-        protocol=PROTOCOL_VERSION,
-        oldest_protocol=OLDEST_PROTOCOL_VERSION,
-        worker_id=identity.worker_id,
-        incarnation=identity.incarnation,
-        target_worker_id=target[0],
-        target_incarnation=target[1],
-        fingerprint=identity.fingerprint,
-        layout=identity.layout.to_wire(),
-        transport=transport,
-        num_blocks=pool.num_blocks,
-        capabilities=(CONVERTS,),
-    )
-    if transport == SHM:
-        assert pool.fd is not None, "shm is attempted only with a pool that can be shared"
-        try:
-            fd = read_only(pool.fd)
-        except OSError as error:
-            raise Refusal(RefusalCode.TRANSPORT, f"our own pool cannot be shared: {error}") from error
-        try:
-            connection.send_with_fd(encode(hello), fd)
-        finally:
-            os.close(fd)
-    else:
-        connection.send(encode(hello))
-    match connection.receive():
-        case Welcome(protocol=protocol) if OLDEST_PROTOCOL_VERSION <= protocol <= PROTOCOL_VERSION:
-            return protocol
-        case Refused(code=code, message=message):
-            raise Refusal(code, f"{target[0]} refuses the link ({code}): {message}")
-        case None:
-            raise LinkClosed(f"{target[0]} does not answer the handshake")
-        case other:
-            raise ProtocolError(f"the answer to HELLO is {type(other).__name__}, or of a version we do not speak")
+def _outlet(connection: FrameSocket, hello: Hello, pool: KvPool, settings: LinkSettings) -> Outlet:
+    if hello.transport == SHM:
+        return ShmOutlet(connection, pool.layout.block_bytes)
+    if hello.transport == TCP:
+        return TcpOutlet(connection)
+    from kv_transfer import process_group  # here, as links over shared memory and TCP need no torch
 
-
-def _judge(hello: Hello, identity: PeerIdentity) -> int:
-    """The version to speak with the author of `hello`. Raises `Refusal`."""
-    protocol = min(hello.protocol, PROTOCOL_VERSION)
-    if protocol < max(hello.oldest_protocol, OLDEST_PROTOCOL_VERSION):
-        raise Refusal(
-            RefusalCode.PROTOCOL,
-            f"{hello.worker_id} speaks versions {hello.oldest_protocol} to {hello.protocol}, "
-            f"this worker {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}",
-        )
-    if (hello.target_worker_id, hello.target_incarnation) != (identity.worker_id, identity.incarnation):
-        raise Refusal(
-            RefusalCode.IDENTITY,
-            f"{hello.target_worker_id}/{hello.target_incarnation} is wanted, "
-            f"this is {identity.worker_id}/{identity.incarnation}",
-        )
-    if hello.fingerprint != identity.fingerprint:
-        raise Refusal(
-            RefusalCode.FINGERPRINT,
-            f"the models differ: {hello.fingerprint.hex()[:16]} and {identity.fingerprint.hex()[:16]}",
-        )
     try:
-        layout = KvLayout.from_wire(hello.layout)
-    except ConfigError as error:
-        raise Refusal(RefusalCode.LAYOUT, str(error)) from error
-    if layout != identity.layout:
-        _check_conversion(hello, layout, identity.layout)
-    return protocol
-
-
-def _check_conversion(hello: Hello, source: KvLayout, target: KvLayout) -> None:
-    """That the author of `hello` can make blocks of our layout, `target`, of its own."""
-    differ = f"the KV layouts differ: {source} and {target}"
-    if (reason := compatible(source, target)) is not None:
-        raise Refusal(RefusalCode.LAYOUT, f"{reason}; {differ}")
-    if CONVERTS not in hello.capabilities:
-        raise Refusal(RefusalCode.LAYOUT, f"{hello.worker_id} does not convert, and {differ}")
-    if hello.transport != TCP:
-        raise Refusal(RefusalCode.TRANSPORT, f"{hello.transport} takes blocks as they are, and {differ}")
-
-
-def _intake(connection: FrameSocket, hello: Hello, fd: int | None, layout: KvLayout, copier: BlockCopier) -> Intake:
-    if hello.transport == TCP and not connection.is_unix:
-        return TcpIntake(connection, copier)
-    if hello.transport != SHM or fd is None:
-        raise Refusal(RefusalCode.TRANSPORT, f"transport {hello.transport!r} is not possible on this socket")
-    try:
-        return ShmIntake(fd, hello.num_blocks, layout.block_bytes, copier)
-    except HandshakeRefused as error:
+        group = _group(connection, hello, process_group.PREFILL_RANK, pool, settings)
+    except LinkClosed as error:
         raise Refusal(RefusalCode.TRANSPORT, str(error)) from error
+    return process_group.GroupOutlet(hello.transport, connection, group, settings.progress_timeout_s)
 
 
-def _check_peer_user(connection: FrameSocket) -> None:
-    # An abstract name has no file permissions: anybody on this host can connect.
-    user = connection.peer_user()
-    if user is not None and user != os.getuid():
-        raise Refusal(RefusalCode.IDENTITY, f"user {user} may not link to a worker of user {os.getuid()}")
+def _intake(
+    connection: FrameSocket,
+    hello: Hello,
+    fd: int | None,
+    ours: tuple[KvPool, BlockCopier, LinkSettings],
+    welcome: bytes,
+) -> Intake:
+    """After `welcome` was sent. Raises `Refusal` before that, `LinkClosed`, `ProtocolError`."""
+    kv, copier, settings = ours
+    transport = hello.transport
+    over_shm = transport == SHM
+    if transport not in settings.transports or over_shm != connection.is_unix or over_shm != (fd is not None):
+        raise Refusal(RefusalCode.TRANSPORT, f"transport {transport!r} is not possible on this socket, or not offered")
+    if transport in (TCP, SHM):
+        intake: Intake
+        if fd is None:
+            intake = TcpIntake(connection, copier)
+        else:
+            try:
+                intake = ShmIntake(fd, hello.num_blocks, kv.layout.block_bytes, copier)
+            except HandshakeRefused as error:
+                raise Refusal(RefusalCode.TRANSPORT, str(error)) from error
+        try:
+            connection.send(welcome)
+        except LinkClosed:
+            intake.close()
+            raise
+        return intake
+    from kv_transfer import process_group
+
+    connection.send(welcome)
+    group = _group(connection, hello, process_group.DECODE_RANK, kv, settings)
+    return process_group.GroupIntake(transport, group, copier, settings.progress_timeout_s)
+
+
+def _group(connection: FrameSocket, hello: Hello, rank: int, pool: KvPool, settings: LinkSettings) -> PairGroup:
+    if hello.transport == GLOO:
+        from kv_transfer import transport_gloo
+
+        return transport_gloo.join(connection, hello, rank, settings.handshake_timeout_s)
+    from kv_transfer import transport_nccl
+
+    return transport_nccl.join(connection, hello, rank, settings.handshake_timeout_s, pool.device)
+
+
+def import_groups(settings: LinkSettings) -> None:
+    """What the first link over `gloo` or `nccl` would import: torch alone takes longer than a handshake may."""
+    if {GLOO, NCCL} & set(settings.transports):
+        for module in ("transport_gloo", "transport_nccl"):
+            import_module(f"kv_transfer.{module}")

@@ -15,6 +15,11 @@ class KvPool(Protocol):
     def num_blocks(self) -> int: ...
 
     @property
+    def device(self) -> str:
+        """Where it is, as torch names it: `cpu`, or a GPU, which only `nccl` can reach."""
+        ...
+
+    @property
     def fd(self) -> int | None:
         """Of the memory file that holds the pool from its first byte, or None where there is none to share."""
         ...

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from engine.errors import ConfigError, DeadlineExceeded, LinkClosed
 from kv_transfer.digest import BlockCopier, PythonBlockCopier
-from kv_transfer.identity import SHM, TCP, LinkEndpoint, PeerIdentity, host_id
-from kv_transfer.link import LinkSettings, keep_alive
+from kv_transfer.identity import GLOO, NCCL, SHM, TCP, LinkEndpoint, PeerIdentity, host_id
+from kv_transfer.link import LinkSettings, import_groups, keep_alive
 from kv_transfer.pool import KvPool
 from kv_transfer.receiver_link import ReceiverLink, ReceiverListener
 from kv_transfer.reservation import ReservationTable
@@ -68,8 +68,18 @@ class KvReceiver:
         self._transfers: OrderedDict[str, TransferStats] = OrderedDict()
 
     def start(self) -> None:
-        """Listen. Raises `OSError` if `host` cannot be bound; nothing stays open then."""
+        """Listen. Raises `OSError` if `host` cannot be bound, `ConfigError` if there is no transport to offer; nothing
+        stays open then."""
         unix_name = None
+        import_groups(self.settings)
+        impossible = {SHM} if sys.platform != "linux" else set()
+        impossible |= {NCCL} if self.kv.device == "cpu" else {SHM, TCP, GLOO}
+        transports = tuple(name for name in self.settings.transports if name not in impossible)
+        if not transports:
+            raise ConfigError(
+                f"none of the transports {', '.join(self.settings.transports)} is possible: the KV pool is on "
+                f"{self.kv.device}, the system is {sys.platform}"
+            )
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             tcp = socket.create_server((self._host, 0), family=family, backlog=_BACKLOG)
@@ -88,7 +98,7 @@ class KvReceiver:
             unix_name=unix_name,
             host=self._host,
             port=tcp.getsockname()[1],
-            transports=(TCP,) if unix_name is None else (SHM, TCP),
+            transports=transports,
         )
         self._accepter.start()
 

@@ -27,8 +27,9 @@ from kv_transfer.frames import (
     clipped,
     encode,
 )
+from kv_transfer.handshake import Refusal
 from kv_transfer.identity import PeerIdentity
-from kv_transfer.link import IncomingLink, LinkSettings, Refusal, accept
+from kv_transfer.link import IncomingLink, LinkSettings, accept
 from kv_transfer.pool import KvPool
 from kv_transfer.reservation import DuplicateBlock, ReservationTable, WriteGrant, WriteOutcome
 from kv_transfer.stats import Counters
@@ -98,7 +99,7 @@ class ReceiverLink:
         link: IncomingLink | None = None
         try:
             receiver = self._receiver
-            link = accept(self._connection, receiver.identity, receiver.copier, receiver.settings)
+            link = accept(self._connection, receiver.identity, receiver.kv, receiver.copier, receiver.settings)
             self._counters.add("links_accepted", link.intake.transport)
             self._serve(link)
         except TransferError as failure:

@@ -29,7 +29,7 @@ from kv_transfer.digest import BlockCopier, PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import GROUPS_PROTOCOL_VERSION, Ack, BlockEntry, Blocks, Frame, Nack, Renew, encode
 from kv_transfer.identity import LinkEndpoint, PeerIdentity
-from kv_transfer.link import LinkSettings, OutgoingLink, connect
+from kv_transfer.link import LinkSettings, OutgoingLink, connect, import_groups
 from kv_transfer.pool import KvPool
 from kv_transfer.stats import Counters, SenderStats, TransferStats
 from kv_transfer.transfers import OutgoingBlock, OutgoingTransfers, SendBlocks, TicketInfo
@@ -69,6 +69,7 @@ class KvSender:
         self._listener = listener
         self._copier = copier or PythonBlockCopier()
         self._settings = settings or LinkSettings()
+        import_groups(self._settings)
         self._clock = clock
         self._counters = Counters()
         self._lock = threading.Lock()
@@ -360,6 +361,7 @@ class _SenderLink:
             if reader is not None:
                 reader.join(self._settings.progress_timeout_s)  # it is out of `receive` at once
             link.connection.close()
+            link.outlet.close()
         self._report()
         with self.changed:
             self._sender._threads.discard(self)

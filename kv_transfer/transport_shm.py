@@ -32,6 +32,9 @@ class ShmOutlet:
     def send(self, encoded: bytes, sources: Sequence[memoryview]) -> None:
         self._connection.send(encoded)
 
+    def close(self) -> None:
+        """The connection is its link's."""
+
 
 def read_only(fd: int) -> int:
     """A second descriptor of the same memory file, through which nobody can write. The caller closes it."""

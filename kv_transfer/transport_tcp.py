@@ -24,6 +24,9 @@ class TcpOutlet:
     def send(self, encoded: bytes, sources: Sequence[memoryview]) -> None:
         self._connection.send(encoded, *sources)
 
+    def close(self) -> None:
+        """The connection is its link's."""
+
 
 class TcpIntake:
     """D's end."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from kv_links import TRANSPORTS
 from kv_wire import Wire, open_wire
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=TRANSPORTS)
 def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
     with open_wire(request.param) as opened:
         yield opened

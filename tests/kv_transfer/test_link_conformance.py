@@ -203,6 +203,7 @@ def test_a_source_block_that_is_reused_before_the_copy_is_never_adopted(wire: Wi
     assert wire.decode.table.missing("t") == (0,)
 
 
+@pytest.mark.parametrize("wire", ["shm", "tcp"], indirect=True)  # of gloo only frames pass here, and no payload
 def test_a_frame_that_comes_twice_is_adopted_once(wire: Wire) -> None:
     def twice(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
         copies = 2 if isinstance(frame, Blocks) else 1

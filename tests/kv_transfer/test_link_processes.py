@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from kv_links import WAIT_S, Adopted, DecodeSide, Lost, MemoryPool, decode_side, only, same_bytes
+from kv_links import TRANSPORTS, Adopted, Lost, MemoryPool, decode_side, same_bytes
 from kv_sender_process import FILL_SEED
+from link_process import sender_process
 
 from engine.errors import LinkClosed
 
@@ -21,49 +15,7 @@ pytestmark = pytest.mark.processes
 BLOCK_BYTES = 32 * 1024
 
 
-class SenderProcess:
-    def __init__(self) -> None:
-        support = Path(__file__).parents[1] / "support"
-        self.process = subprocess.Popen(
-            [sys.executable, str(support / "kv_sender_process.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={"PYTHONPATH": f"{support.parents[1]}:{support}"},
-        )
-        assert self.says() == "ready"
-
-    def says(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def tell(self, command: str, **what: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{command} {json.dumps(what)}\n")
-        self.process.stdin.flush()
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-
-    def begin(self, decode: DecodeSide, transport: str, ticket_id: str, slots: Sequence[int], generation: int) -> None:
-        expected = decode.expect(ticket_id, slots, generation)
-        endpoint = only(decode.receiver.endpoint(), transport).hex()
-        self.tell("open", ticket_id=ticket_id, endpoint=endpoint, slots=expected, generation=generation)
-
-
-@contextmanager
-def sender_process() -> Iterator[SenderProcess]:
-    sender = SenderProcess()
-    try:
-        yield sender
-    finally:
-        sender.process.kill()
-        sender.process.communicate(timeout=WAIT_S)
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_sender_is_noticed_at_once_and_nothing_of_it_is_left(transport: str) -> None:
     with decode_side() as decode, sender_process() as sender:
         sender.begin(decode, transport, "t", [3, 4, 5], generation=1)
@@ -78,7 +30,7 @@ def test_a_killed_sender_is_noticed_at_once_and_nothing_of_it_is_left(transport:
         assert decode.table.close("t") == frozenset()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stopped_sender_loses_its_lease_and_cannot_touch_the_slots_when_it_wakes_up(transport: str) -> None:
     with decode_side() as decode, sender_process() as sender:
         sender.begin(decode, transport, "old", [3, 4], generation=1)
@@ -103,7 +55,7 @@ def test_a_stopped_sender_loses_its_lease_and_cannot_touch_the_slots_when_it_wak
         assert not any(decode.pool.block(4))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_blocks_of_another_process_arrive_byte_for_byte(transport: str) -> None:
     with decode_side() as decode, sender_process() as sender:
         sender.begin(decode, transport, "t", [9, 2, 30], generation=4)

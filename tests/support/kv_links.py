@@ -19,7 +19,7 @@ from hashlib import sha256
 from engine.errors import EngineError, LinkClosed, ProtocolError, TransferError
 from engine.kv_layout import KvLayout
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import Block, Blocks, Frame, encode
+from kv_transfer.frames import Block, Blocks, Challenge, Frame, Hello, Meet, Proof, Welcome, encode
 from kv_transfer.identity import LinkEndpoint, PeerIdentity
 from kv_transfer.link import LinkSettings
 from kv_transfer.pool import KvPool
@@ -31,10 +31,17 @@ from kv_transfer.stats import TransferStats
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=8, dtype="float32")
 """32 KiB a block: more than a link's frame buffer, so that a payload takes several reads."""
 NUM_BLOCKS = 32
+LARGE_LAYOUT = KvLayout(num_layers=128, num_kv_heads=16, head_dim=256, block_size=16, dtype="float32")
+NUM_LARGE_BLOCKS = 4
+"""Of 64 MiB each: one is under way for long enough to be interrupted."""
 FINGERPRINT = sha256(b"a model").digest()
 WAIT_S = 20.0
 """Longer than anything here takes; reached only by a test that fails."""
-SETTINGS = LinkSettings(connect_timeout_s=5.0, handshake_timeout_s=5.0, progress_timeout_s=WAIT_S)
+TRANSPORTS = ("shm", "tcp", "gloo")
+"""That work on any machine."""
+SETTINGS = LinkSettings(
+    connect_timeout_s=5.0, handshake_timeout_s=5.0, progress_timeout_s=WAIT_S, transports=TRANSPORTS
+)
 
 
 def identity(worker_id: str, incarnation: str = "1", layout: KvLayout = LAYOUT) -> PeerIdentity:
@@ -48,7 +55,10 @@ def block_hash(ordinal: int) -> bytes:
 class MemoryPool:
     """A `KvPool` in a memory file, without torch. `before_block` runs whenever somebody asks for a block's bytes."""
 
-    def __init__(self, layout: KvLayout = LAYOUT, num_blocks: int = NUM_BLOCKS, sealed: bool = True) -> None:
+    def __init__(
+        self, layout: KvLayout = LAYOUT, num_blocks: int = NUM_BLOCKS, sealed: bool = True, device: str = "cpu"
+    ) -> None:
+        self.device = device
         self.layout = layout
         self.num_blocks = num_blocks
         self.before_block: Callable[[int], None] = lambda block: None
@@ -195,12 +205,8 @@ def decode_side(settings: LinkSettings = SETTINGS, pool: MemoryPool | None = Non
     pool = pool or MemoryPool()
     table = ReservationTable("1")
     listener = RecordingReceiverListener()
-    side = DecodeSide(
-        pool,
-        table,
-        listener,
-        KvReceiver(identity("decode-0", layout=pool.layout), pool, table, listener, settings=settings),
-    )
+    worker = identity("decode-0", layout=pool.layout)
+    side = DecodeSide(pool, table, listener, KvReceiver(worker, pool, table, listener, settings=settings))
     side.receiver.start()
     try:
         yield side
@@ -289,14 +295,20 @@ class Gate:
         self._opened.set()
 
 
+HANDSHAKE = (Hello, Welcome, Meet, Challenge, Proof)
+
+
 class FaultProxy:
     """Stands between a sender and a receiver and passes their frames on, through `to_receiver` and `to_sender`."""
 
     def __init__(self, target: bytes, transport: str) -> None:
         self._target = LinkEndpoint.decode(target)
         self._is_unix = transport == "shm"
+        self._has_payload = transport == "tcp"
         self.to_receiver: Hook = pass_on
         self.to_sender: Hook = pass_on
+        self.forge: Callable[[Frame], Frame] = lambda frame: frame
+        """What becomes of each frame of a handshake."""
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         if self._is_unix:
@@ -307,7 +319,7 @@ class FaultProxy:
             changed = replace(self._target, unix_name=name, transports=("shm",))
         else:
             self._listening = socket.create_server(("127.0.0.1", 0))
-            changed = replace(self._target, port=self._listening.getsockname()[1], transports=("tcp",))
+            changed = replace(self._target, port=self._listening.getsockname()[1], transports=(transport,))
         self.endpoint = changed.encode()
         self._start(self._accept)
 
@@ -349,15 +361,17 @@ class FaultProxy:
             first, fd = source.receive_with_fd() if source.is_unix and to_receiver else (source.receive(), None)
             assert first is not None
             if fd is not None:
-                socket.send_fds(target, [encode(first)], [fd])
+                socket.send_fds(target, [encode(self.forge(first))], [fd])
                 os.close(fd)
             else:
-                target.sendall(encode(first))
+                target.sendall(encode(self.forge(first)))
             while (frame := source.receive()) is not None:
-                received = bytearray(payload_bytes(frame))
+                received = bytearray(payload_bytes(frame) if self._has_payload else 0)
                 source.receive_into(memoryview(received))
                 payload = bytes(received)
                 hook = self.to_receiver if to_receiver else self.to_sender
+                if isinstance(frame, HANDSHAKE):
+                    frame, hook = self.forge(frame), pass_on
                 for piece in hook(frame, encode(frame), payload):
                     if piece is None:
                         return

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import sys
 
-from kv_links import MemoryPool, identity, in_time, outgoing, ticket
+from kv_links import LARGE_LAYOUT, NUM_LARGE_BLOCKS, TRANSPORTS, MemoryPool, identity, in_time, outgoing, ticket
 
 from engine.errors import EngineError
+from kv_transfer.link import LinkSettings
 from kv_transfer.sender import KvSender
 from kv_transfer.stats import TransferStats
 
@@ -27,9 +28,9 @@ class Printer:
 
 
 def main() -> None:
-    pool = MemoryPool()
+    pool = MemoryPool(LARGE_LAYOUT, NUM_LARGE_BLOCKS) if sys.argv[1:] == ["large"] else MemoryPool()
     pool.fill(FILL_SEED)
-    sender = KvSender(identity("prefill-0"), pool, Printer())
+    sender = KvSender(identity("prefill-0", layout=pool.layout), pool, Printer(), LinkSettings(transports=TRANSPORTS))
     print("ready", flush=True)
     for line in sys.stdin:
         command, _, text = line.partition(" ")

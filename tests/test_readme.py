@@ -56,6 +56,8 @@ def test_every_link_leads_to_a_file(link: str) -> None:
 def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with running_fake_router() as router:
         for code in blocks("python"):
+            if "openai" in code:  # tests/router/http/test_openai_clients.py runs it
+                continue
             exec(compile(code.replace("127.0.0.1:8600", router.address), "README.md", "exec"), {})
 
     assert "Grüße" in capsys.readouterr().out

@@ -361,23 +361,6 @@ def test_the_other_calls_return_typed_values(router: FakeRouter, caller: Caller)
     assert status.workers[1].errors == {"DigestMismatch": 3}
 
 
-async def test_a_key_goes_with_every_call(router: FakeRouter) -> None:
-    async with AsyncClient(router.address, timeout_s=WAIT_S, api_key="secret") as client:
-        await client.generate("x")
-        await client.status()
-    with Client(router.address, timeout_s=WAIT_S, api_key="secret") as client:
-        await asyncio.to_thread(client.generate, "x")
-        await asyncio.to_thread(client.status)
-    assert router.authorizations == ["Bearer secret"] * 4
-
-
-@pytest.mark.parametrize("key", ["", "two words", "umlaut-ü", "line\n"])
-def test_a_key_that_no_header_can_carry_is_refused_without_being_repeated(key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Client("127.0.0.1:1", api_key=key)
-    assert str(caught.value) == "api_key must be printable ASCII without spaces"
-
-
 @pytest.mark.parametrize("client", [Client, AsyncClient])
 @pytest.mark.parametrize(
     "address", ["", "8600", "localhost", "host:", ":8600", "h:0", "h:65536", "::1:80", "http://h:1"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from engine.config import DTYPE_BYTES
@@ -12,6 +12,8 @@ from engine.errors import ConfigError
 QUANTIZED_KV_DTYPES = ("fp8_e4m3", "int8")
 KV_DTYPE_BYTES = {**DTYPE_BYTES, **dict.fromkeys(QUANTIZED_KV_DTYPES, 1)}
 """Bytes of one value, by KV type. A quantized type has scales beside its values."""
+
+CONVERTIBLE_BLOCK_SIZES = (8, 16, 32)
 
 _SCALE_BYTES = 4
 _ALIGNMENT = 64
@@ -132,6 +134,35 @@ class KvLayout:
                 raise ConfigError(f"KV layout field {name} must be {kind.__name__}, got {fields[name]!r}")
         return cls(**fields)
 
+    @classmethod
+    def from_message(cls, message: object) -> KvLayout:
+        """Of a message with our fields as attributes, of our types. Raises `ConfigError` on values out of range."""
+        return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
+
+
+def compatible(source: KvLayout, target: KvLayout) -> str | None:
+    """Why no block of `target` can be made of blocks of `source`; None if it can. Names the field."""
+    for name in ("num_layers", "head_dim", "dtype", "total_kv_heads"):
+        if (ours := getattr(source, name)) != (theirs := getattr(target, name)):
+            return f"{name} is {ours!r} and {theirs!r}: KV of another model or type cannot be converted"
+    if not set(target.heads) <= set(source.heads):
+        return (
+            f"num_kv_heads: a block with heads {_span(target.heads)} cannot be made of one with {_span(source.heads)}, "
+            "as a block comes from one sender"
+        )
+    if source.block_size == target.block_size:
+        return None
+    sizes = f"block_size is {source.block_size} and {target.block_size}"
+    if source.quantized:
+        return f"{sizes}: a block of {source.dtype} has one scale for all its tokens, so it cannot be cut or joined"
+    if not {source.block_size, target.block_size} <= set(CONVERTIBLE_BLOCK_SIZES):
+        return f"{sizes}: only {', '.join(map(str, CONVERTIBLE_BLOCK_SIZES))} can be converted"
+    return None
+
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _span(heads: range) -> str:
+    return f"{heads.start} to {heads.stop - 1}"

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from engine.kv_layout import KV_DTYPE_BYTES, KvLayout
 
-CONVERTIBLE_BLOCK_SIZES = (8, 16, 32)
 _WORDS: Mapping[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 """To move a value, only its size matters."""
 
@@ -35,26 +34,6 @@ class Copy:
     """Of the model."""
     tokens: range
     """Of the sequence."""
-
-
-def compatible(source: KvLayout, target: KvLayout) -> str | None:
-    """Why no block of `target` can be made of blocks of `source`; None if it can. Names the field."""
-    for name in ("num_layers", "head_dim", "dtype", "total_kv_heads"):
-        if (ours := getattr(source, name)) != (theirs := getattr(target, name)):
-            return f"{name} is {ours!r} and {theirs!r}: KV of another model or type cannot be converted"
-    if not set(target.heads) <= set(source.heads):
-        return (
-            f"num_kv_heads: a block with heads {_span(target.heads)} cannot be made of one with {_span(source.heads)}, "
-            "as a block comes from one sender"
-        )
-    if source.block_size == target.block_size:
-        return None
-    sizes = f"block_size is {source.block_size} and {target.block_size}"
-    if source.quantized:
-        return f"{sizes}: a block of {source.dtype} has one scale for all its tokens, so it cannot be cut or joined"
-    if not {source.block_size, target.block_size} <= set(CONVERTIBLE_BLOCK_SIZES):
-        return f"{sizes}: only {', '.join(map(str, CONVERTIBLE_BLOCK_SIZES))} can be converted"
-    return None
 
 
 def sources_of(source: KvLayout, target: KvLayout, ordinal: int, num_tokens: int) -> range:
@@ -148,7 +127,3 @@ def _values(
 def _scales(block: memoryview, layout: KvLayout) -> npt.NDArray[np.generic]:  # [layers, 2 (K, V), kv_heads]
     count = layout.scales_bytes // 4
     return np.frombuffer(block, dtype=np.uint32, count=count, offset=layout.scales_offset).reshape(layout.scales_shape)
-
-
-def _span(heads: range) -> str:
-    return f"{heads.start} to {heads.stop - 1}"

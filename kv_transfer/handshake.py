@@ -15,10 +15,9 @@ from enum import StrEnum
 
 from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError, HandshakeRefused, LinkClosed, ProtocolError
-from engine.kv_layout import KvLayout
+from engine.kv_layout import KvLayout, compatible
 from kv_transfer import authentication
 from kv_transfer.authentication import ProofLacking
-from kv_transfer.conversion import compatible
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import (
     CONVERTS,

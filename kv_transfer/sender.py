@@ -23,8 +23,8 @@ from engine.errors import (
     ProtocolError,
     TransferError,
 )
-from engine.kv_layout import KvLayout
-from kv_transfer.conversion import Staging, compatible
+from engine.kv_layout import KvLayout, compatible
+from kv_transfer.conversion import Staging
 from kv_transfer.digest import BlockCopier, PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import GROUPS_PROTOCOL_VERSION, Ack, BlockEntry, Blocks, Frame, Nack, Renew, encode

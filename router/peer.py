@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.errors import HandshakeRefused
+from engine.errors import ConfigError, HandshakeRefused
+from engine.kv_layout import KvLayout, compatible
 from kvrelay._wire import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from kvrelay.v1 import worker_pb2
 from router.policy import DECODE, PREFILL
@@ -27,6 +28,8 @@ class Peer:
     pid: int
     tells_blocks: bool = False
     """Whether it says which blocks are resident."""
+    layout: KvLayout | None = None
+    """None: it did not say. Links compare it again."""
 
     @classmethod
     def from_welcome(cls, welcome: worker_pb2.Welcome, address: str) -> Peer:
@@ -52,6 +55,7 @@ class Peer:
             max_model_len=welcome.max_model_len,
             pid=welcome.pid,
             tells_blocks=welcome.tells_blocks,
+            layout=_layout(welcome),
         )
 
 
@@ -74,3 +78,21 @@ def check_peer(peer: Peer, fingerprint: bytes, fleet: Sequence[Peer], expected_i
             raise HandshakeRefused(
                 f"its block_size is {peer.block_size}, that of {other.worker_id!r} is {other.block_size}"
             )
+        if (reason := _incompatible(peer, other) if peer.role == PREFILL else _incompatible(other, peer)) is not None:
+            raise HandshakeRefused(f"no KV can pass between it and {other.worker_id!r}: {reason}")
+
+
+def _layout(welcome: worker_pb2.Welcome) -> KvLayout | None:
+    if not welcome.HasField("layout"):
+        return None
+    try:
+        return KvLayout.from_message(welcome.layout)
+    except ConfigError as error:
+        raise HandshakeRefused(f"its layout: {error}") from error
+
+
+def _incompatible(prefill: Peer, decode: Peer) -> str | None:
+    """Why no block of `prefill` can go to `decode`, if they are that and say what theirs are like."""
+    if (prefill.role, decode.role) != (PREFILL, DECODE) or prefill.layout is None or decode.layout is None:
+        return None
+    return compatible(prefill.layout, decode.layout)

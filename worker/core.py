@@ -25,6 +25,7 @@ from worker.config import WorkerConfig
 from worker.engine_builder import EngineParts
 from worker.live import LiveRequests, T
 from worker.load import LoadReporter
+from worker.outputs import layout_to_proto
 from worker.session import Session
 from worker.threads import RealThreads, Threads, Timer
 
@@ -110,6 +111,7 @@ class WorkerCore(Generic[T]):
             pid=os.getpid(),
             native=self.parts.native.name if self.parts.native is not None else "",
             tells_blocks=True,
+            layout=layout_to_proto(self.parts.kv.layout),
         )
 
     async def load(self) -> worker_pb2.Load:

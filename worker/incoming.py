@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from engine.block_hash import unpack_tokens
 from engine.errors import ConfigError, RequestError
 from engine.kv_layout import KvLayout
@@ -36,7 +34,7 @@ def read_layout(ticket: worker_pb2.Ticket) -> KvLayout | None:
     if not ticket.HasField("layout"):
         return None
     try:
-        return KvLayout(**{field.name: getattr(ticket.layout, field.name) for field in fields(KvLayout)})
+        return KvLayout.from_message(ticket.layout)
     except ConfigError as error:
         raise RequestError("ticket", str(error)) from error
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv_layout import KV_DTYPE_BYTES, KvLayout
-from kv_transfer.conversion import compatible, convert, convert_block, copies, sources_of
+from engine.kv_layout import KV_DTYPE_BYTES, KvLayout, compatible
+from kv_transfer.conversion import convert, convert_block, copies, sources_of
 
 WHOLE = KvLayout(num_layers=2, num_kv_heads=4, head_dim=4, block_size=16, dtype="float32")
 PLAIN = ("float32", "bfloat16", "float16")

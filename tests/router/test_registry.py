@@ -12,6 +12,7 @@ import pytest
 from fake_worker import FINGERPRINT, FakeWorker
 from router_fleet import CONFIG
 
+from kvrelay.v1 import worker_pb2
 from router.registry import MAX_DEPARTED, Registry
 from router.worker_client import WorkerClient, WorkerState
 
@@ -102,6 +103,49 @@ async def test_a_worker_with_another_block_size_than_the_fleet_is_refused(worker
     registry.add_addresses([await workers.start(FakeWorker("prefill", "p0", block_size=8))])
     await workers.until(WorkerState.LOST, "its block_size is 8, that of 'd0' is 4", at=1)
     registry.check_integrity()
+
+
+LAYOUT = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "block_size": 4, "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("roles", "change", "reason"),
+    [
+        (("decode", "prefill"), {"dtype": "int8"}, "no KV can pass between it and 'w0': dtype is 'int8' and 'float32'"),
+        (("prefill", "decode"), {"num_layers": 3}, "no KV can pass between it and 'w0': num_layers is 2 and 3"),
+        (("decode", "prefill"), {"num_kv_heads": 2, "heads_after": 2}, "a block with heads 0 to 3 cannot be made"),
+        (("decode", "prefill"), {"head_dim": 0}, "its layout: head_dim must be at least 1, got 0"),
+    ],
+)
+async def test_a_worker_whose_kv_fits_none_is_refused_with_the_field(
+    workers: Workers, roles: tuple[str, str], change: dict[str, Any], reason: str
+) -> None:
+    registry = workers.start_registry()
+    registry.add_addresses([await workers.start(FakeWorker(roles[0], "w0", layout=worker_pb2.KvLayout(**LAYOUT)))])
+    await workers.until(WorkerState.READY)
+    other = worker_pb2.KvLayout(**LAYOUT | change)
+    registry.add_addresses([await workers.start(FakeWorker(roles[1], "w1", layout=other))])
+    await workers.until(WorkerState.LOST, reason, at=1)
+    assert [snapshot.worker_id for snapshot in registry.snapshots()] == ["w0"]
+
+
+@pytest.mark.parametrize(
+    ("role", "layout"),
+    [
+        ("prefill", LAYOUT),
+        ("decode", LAYOUT | {"dtype": "int8"}),
+        ("prefill", None),
+    ],
+    ids=["equal", "of the same role", "not told"],
+)
+async def test_a_worker_whose_kv_may_fit_serves(workers: Workers, role: str, layout: dict[str, Any] | None) -> None:
+    registry = workers.start_registry()
+    registry.add_addresses([await workers.start(FakeWorker("decode", "w0", layout=worker_pb2.KvLayout(**LAYOUT)))])
+    await workers.until(WorkerState.READY)
+    told = {} if layout is None else {"layout": worker_pb2.KvLayout(**layout)}
+    registry.add_addresses([await workers.start(FakeWorker(role, "w1", **told))])
+    await workers.until(WorkerState.READY, at=1)
+    assert [snapshot.worker_id for snapshot in registry.snapshots()] == ["w0", "w1"]
 
 
 async def test_one_worker_at_two_addresses_is_connected_once(workers: Workers) -> None:

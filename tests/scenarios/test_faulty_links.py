@@ -15,6 +15,7 @@ from fakes import expected_output
 from one_process_cluster import OneProcessCluster
 
 from kv_transfer.faults import Direction, Fault, FaultInjector, FaultKind, FaultPlan
+from kv_transfer.identity import SHM, TCP
 from kv_transfer.link import LinkSettings
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
@@ -28,21 +29,18 @@ EXPONENT_BIT = (2051 * 8 + 6.5) / (PAYLOAD_BYTES * 8)
 """Of one number in the middle of them: inverted, it changes what the model reads back."""
 
 
-def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that payloads are in the stream, where they can be damaged."""
-
-    def not_possible(fd: int) -> int:
-        raise OSError("this pool cannot be shared")
-
-    monkeypatch.setattr("kv_transfer.link.read_only", not_possible)
-
-
-def inject(monkeypatch: pytest.MonkeyPatch, plan: FaultPlan) -> FaultInjector:
-    """Into the links of all workers that are made from now on, in both directions."""
+def inject(monkeypatch: pytest.MonkeyPatch, plan: FaultPlan, transport: str = TCP) -> FaultInjector:
+    """Into the links of all workers that are made from now on, in both directions. Over `tcp` payloads are in the
+    stream, where they can be damaged."""
     injector = FaultInjector(plan, delay_s=0.05, freeze_s=0.5)
 
     def settings(direction: Direction) -> LinkSettings:
-        return LinkSettings(handshake_timeout_s=0.2, progress_timeout_s=0.2, connection=injector.connection(direction))
+        return LinkSettings(
+            handshake_timeout_s=0.2,
+            progress_timeout_s=0.2,
+            transports=(transport,),
+            connection=injector.connection(direction),
+        )
 
     sender = partial(KvSender, settings=settings(Direction.TO_RECEIVER))
     receiver = partial(KvReceiver, settings=settings(Direction.TO_SENDER))
@@ -51,13 +49,11 @@ def inject(monkeypatch: pytest.MonkeyPatch, plan: FaultPlan) -> FaultInjector:
     return injector
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [SHM, TCP])
 async def test_every_client_gets_its_tokens_whatever_the_links_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    if transport == "tcp":
-        over_tcp(monkeypatch)
-    injector = inject(monkeypatch, FaultPlan(rate=0.2, seed=1))
+    injector = inject(monkeypatch, FaultPlan(rate=0.2, seed=1), transport)
     rng = random.Random(1)
     prompts = [[rng.randrange(500) for _ in range(rng.randint(1, 120))] for _ in range(REQUESTS)]
 
@@ -72,7 +68,6 @@ async def test_every_client_gets_its_tokens_whatever_the_links_do(
 async def test_no_kind_of_fault_changes_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: FaultKind
 ) -> None:
-    over_tcp(monkeypatch)
     fault = Fault(kind=kind, in_payload=True, position=EXPONENT_BIT)
     injector = inject(monkeypatch, FaultPlan(at={(Direction.TO_RECEIVER, FIRST_BLOCKS): fault}))
     rng = random.Random(1)

@@ -35,7 +35,7 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         def not_possible(fd: int) -> int:
             raise OSError("this pool cannot be shared")
 
-        monkeypatch.setattr("kv_transfer.link.read_only", not_possible)
+        monkeypatch.setattr("kv_transfer.handshake.read_only", not_possible)
     return str(request.param)
 
 

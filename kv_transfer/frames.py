@@ -283,7 +283,21 @@ def _entries(value: Any) -> Any:
 def _entry(value: Any) -> BlockEntry:
     if not isinstance(value, (tuple, list)) or len(value) != len(_ENTRY_CHECKS):
         raise _Invalid(f"a list of blocks with {len(_ENTRY_CHECKS)} fields each")
-    return BlockEntry(*[check(item) for check, item in zip(_ENTRY_CHECKS, value, strict=True)])
+    ordinal, slot, generation, content_hash, digest, offset = value
+    if not (
+        type(ordinal) is type(slot) is type(generation) is int
+        and type(content_hash) is type(digest) is bytes
+        and 0 <= ordinal < _LIMIT_32
+        and 0 <= slot < _LIMIT_32
+        and 0 <= generation < _LIMIT_64
+        and len(content_hash) == HASH_BYTES
+        and len(digest) == DIGEST_BYTES
+        and (offset is None or (type(offset) is int and 0 <= offset < _LIMIT_64))
+    ):
+        # All at once, as there is one for each block; now one by one, for the rule that is broken.
+        for check, item in zip(_ENTRY_CHECKS, value, strict=True):
+            check(item)
+    return BlockEntry(ordinal, slot, generation, content_hash, digest, offset)
 
 
 def _flat_map(value: Any) -> Any:
@@ -296,6 +310,7 @@ def _flat_map(value: Any) -> Any:
     return value
 
 
+_LIMIT_32, _LIMIT_64 = 1 << 32, 1 << 64
 _U32, _U64 = _number(32), _number(64)
 _ID, _NAME = _text(MAX_ID_BYTES), _text(_MAX_NAME_BYTES)
 _MESSAGE = _text(MAX_MESSAGE_BYTES)

@@ -195,13 +195,13 @@ class KvReceiver:
         with self._lock:
             self._links.discard(link)
 
-    def note_adoption(self, ticket_id: str, since: float, num_bytes: int, transport: str) -> None:
-        """A block was adopted; the first of its ticket began `since`."""
+    def note_adoption(self, ticket_id: str, since: float, blocks: int, num_bytes: int, transport: str) -> None:
+        """Blocks were adopted; the first of their ticket began at `since`."""
         now = self.clock()
         with self._lock:
             before = self._transfers.get(ticket_id)
             self._transfers[ticket_id] = TransferStats(
-                blocks=1 + (before.blocks if before else 0),
+                blocks=blocks + (before.blocks if before else 0),
                 bytes=num_bytes + (before.bytes if before else 0),
                 transport=transport,
                 seconds=now - since,

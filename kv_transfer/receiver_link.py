@@ -70,7 +70,7 @@ class Receiver(Protocol):
     clock: Callable[[], float]
     counters: Counters
 
-    def note_adoption(self, ticket_id: str, since: float, num_bytes: int, transport: str) -> None: ...
+    def note_adoption(self, ticket_id: str, since: float, blocks: int, num_bytes: int, transport: str) -> None: ...
 
     def link_ended(self, link: ReceiverLink) -> None: ...
 
@@ -142,13 +142,10 @@ class ReceiverLink:
             intact = self._copy(link, frame, grants)
         finally:
             outcomes = self._end_writes(frame, grants, intact)
-        since = self._tickets.get(frame.ticket_id)
+        if adopted := outcomes.count(WriteOutcome.ADOPTED):
+            self._account(link, frame, adopted)
         for entry, outcome in zip(frame.entries, outcomes, strict=True):
-            if outcome is WriteOutcome.ADOPTED:
-                assert since is not None, "adopted a block that did not begin"
-                self._adopted(link, frame, entry, since)
-            else:
-                self._answer(link, frame, entry, outcome)
+            self._answer(link, frame, entry, outcome)
 
     def _check(self, link: IncomingLink, frame: Blocks) -> None:
         block_bytes = self._receiver.kv.layout.block_bytes
@@ -195,18 +192,20 @@ class ReceiverLink:
             outcomes.append(outcome)
         return outcomes
 
-    def _adopted(self, link: IncomingLink, frame: Blocks, entry: BlockEntry, since: float) -> None:
-        ticket_id, transport = frame.ticket_id, link.intake.transport
-        self._counters.add_all(transport, {"blocks_adopted": 1, "bytes_adopted": frame.length})
-        self._receiver.note_adoption(ticket_id, since, frame.length, transport)
-        self._listener.block_adopted(ticket_id, entry.ordinal, frame.length, transport)
-        self._acks.setdefault(ticket_id, []).append(entry.ordinal)
+    def _account(self, link: IncomingLink, frame: Blocks, adopted: int) -> None:
+        since, transport = self._tickets[frame.ticket_id], link.intake.transport
+        assert since is not None, "adopted a block that did not begin"
+        num_bytes = adopted * frame.length
+        self._counters.add_all(transport, {"blocks_adopted": adopted, "bytes_adopted": num_bytes})
+        self._receiver.note_adoption(frame.ticket_id, since, adopted, num_bytes, transport)
 
     def _answer(
         self, link: IncomingLink, frame: Blocks, entry: BlockEntry, outcome: WriteOutcome | TransferError
     ) -> None:
-        """Of a block that was not adopted."""
         match outcome:
+            case WriteOutcome.ADOPTED:
+                self._listener.block_adopted(frame.ticket_id, entry.ordinal, frame.length, link.intake.transport)
+                self._acks.setdefault(frame.ticket_id, []).append(entry.ordinal)
             case DuplicateBlock():
                 self._counters.add("blocks_duplicate")
                 self._acks.setdefault(frame.ticket_id, []).append(entry.ordinal)

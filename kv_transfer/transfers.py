@@ -26,6 +26,8 @@ from kv_transfer.stats import TransferStats
 
 _GROUP_BYTES = 4 * 1024 * 1024
 """Enough to hide what a frame costs; little enough that the receiver copies one group while the next is prepared."""
+_FIRST_GROUP_BYTES = 1024 * 1024
+"""While nothing is in flight: the receiver has nothing to do until the first group was prepared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +115,10 @@ class OutgoingTransfers:
     def __init__(self, block_bytes: int, settings: LinkSettings) -> None:
         self._block_bytes = block_bytes
         self._settings = settings
-        self.group_blocks = max(
-            1, min(MAX_GROUP_BLOCKS, min(_GROUP_BYTES, settings.max_unacked_bytes // 4) // block_bytes)
-        )
+        largest = min(_GROUP_BYTES, settings.max_unacked_bytes // 4)
+        self.group_blocks = max(1, min(MAX_GROUP_BLOCKS, largest // block_bytes))
         """At most in one `SendBlocks`."""
+        self._first_group_blocks = max(1, min(self.group_blocks, _FIRST_GROUP_BYTES // block_bytes))
         self.transport = ""
         self._by_request: dict[str, _Transfer] = {}
         self._by_ticket: dict[str, _Transfer] = {}
@@ -187,7 +189,8 @@ class OutgoingTransfers:
         room = self._settings.max_unacked_bytes // self._block_bytes - len(self._in_flight)
         if not self._turn or (self._in_flight and room < 1):
             return None
-        return self._take_group(min(self.group_blocks, max(1, room)), now)
+        most = self.group_blocks if self._in_flight else self._first_group_blocks
+        return self._take_group(min(most, max(1, room)), now)
 
     def _take_group(self, most: int, now: float) -> SendBlocks:
         transfer = self._turn.popleft()

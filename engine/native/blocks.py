@@ -67,21 +67,23 @@ class NativeBlockCopier:
         return self._run([_address(slot) for slot in slots], [base + offset for offset in offsets], length)
 
     def _run(self, targets: Sequence[int] | None, sources: Sequence[int], length: int) -> list[bytes]:
-        count = len(sources)
-        addresses = ctypes.c_void_p * count
-        digests = ctypes.create_string_buffer(DIGEST_BYTES * count)
-        streamed = targets is not None and count * length >= STREAMED_BYTES
-        self._pass(
-            self._level,
-            streamed,
-            count,
-            length,
-            None if targets is None else addresses(*targets),
-            addresses(*sources),
-            digests,
-        )
+        digests = ctypes.create_string_buffer(DIGEST_BYTES * len(sources))
+        self._call(targets, sources, length, digests)
         raw = digests.raw
         return [raw[at : at + DIGEST_BYTES] for at in range(0, len(raw), DIGEST_BYTES)]
+
+    def _call(
+        self,
+        targets: Sequence[int] | None,
+        sources: Sequence[int],
+        length: int,
+        digests: ctypes.Array[ctypes.c_char] | None,
+    ) -> None:
+        count = len(sources)
+        addresses = ctypes.c_void_p * count
+        streamed = targets is not None and count * length >= STREAMED_BYTES
+        to = None if targets is None else addresses(*targets)
+        self._pass(self._level, streamed, count, length, to, addresses(*sources), digests)
 
 
 def load_block_copier(cache: Path) -> NativeBlockCopier:

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bench.report import Report
+from bench.transfer import Cell, main, measure_peers
+
+
+@pytest.mark.processes
+def test_a_quick_run_measures_every_transport_and_sees_a_killed_sender() -> None:
+    done = CliRunner().invoke(main, ["--quick", "--json"], catch_exceptions=False)
+
+    figures = json.loads(done.output.splitlines()[-1])["figures"]
+    cells = {f"{transport}_rel_{size}_{n}" for transport in ("shm", "tcp") for size in ("360k", "2m") for n in (1, 4)}
+    assert figures.keys() == cells | {"digest_percent", "kill_seen_ms"}
+    assert all(figures[cell] > 0 for cell in cells)
+    assert figures["kill_seen_ms"] > 0
+
+
+def test_a_ratio_is_of_medians_and_a_share_is_of_the_whole() -> None:
+    cell = Cell(memcpy=[1.0, 2.0, 9.0], transports={"shm": [4.0, 5.0, 3.0]}, unchecked={"shm": [1.0, 3.0, 4.0]})
+
+    assert cell.rel("shm") == 0.5
+    assert cell.digest_percent("shm") == 25.0
+
+
+def test_peers_that_are_not_installed_are_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("bench.transfer.PEERS_PYTHON", tmp_path / "nowhere")
+    report = Report("transfer")
+    measure_peers(report)
+
+    assert report.notes == ["peers were not measured: `make bench-peers` installs them"]
+    assert report.figures == {}

@@ -3,6 +3,9 @@
     KVRELAY_HOME     everything below one folder: models in `cache`, running clusters in `state`
     KVRELAY_API_KEY  goes with every call of a command to a router
     XDG_CACHE_HOME, XDG_STATE_HOME     otherwise, as the XDG base directory specification says
+    KVRELAY_CLUSTER_KEY        64 hexadecimal digits that routers and workers know each other by; by default `up` makes
+                               new ones each time
+    KVRELAY_CLUSTER_KEY_FILE   a file that holds them
 
 The specification of a cluster itself comes from a file (`cluster.spec_file`) or from defaults, never from here.
 """
@@ -18,11 +21,14 @@ from pathlib import Path
 
 from cluster.spec import ClusterSpec, check_name
 from cluster.spec_file import load_spec
+from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError
 
 CLUSTER_ID_VARIABLE = "KVRELAY_CLUSTER_ID"
 """Marks every process that descends from one `kvrelay up`, so that `down` can tell ours from others."""
 HOME_REMEDY = "set KVRELAY_HOME to a folder that you can write"
+_KEY_VARIABLE = "KVRELAY_CLUSTER_KEY"
+_KEY_FILE_VARIABLE = "KVRELAY_CLUSTER_KEY_FILE"
 MAX_SOCKET_PATH = 107
 _RAY_SOCKET_PART = 70
 """What Ray adds to its folder: `/session_<time>_<pid>/sockets/plasma_store`."""
@@ -41,6 +47,7 @@ __all__ = [
     "prepare_ray_environment",
     "ray_dir",
     "state_dir",
+    "take_cluster_key",
 ]
 
 
@@ -112,8 +119,27 @@ def prepare_ray_environment(*, cluster_id: str, local: bool, auth_token: str) ->
     os.environ["RAY_AUTH_TOKEN"] = auth_token
     # Ray starts workers with a niceness of 15: on a busy machine they would stand still.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # its name is Ray's
+    # torch's default for NCCL ends the process when a communicator fails. Links have deadlines of their own, and abort.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     # A note on stderr about a CUDA variable, for every worker.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def take_cluster_key() -> ClusterKey | None:
+    """The key that the environment names, if it does. It is taken out of the environment: no child inherits it.
+
+    Raises `ConfigError` naming the variable.
+    """
+    text = os.environ.pop(_KEY_VARIABLE, None)
+    path = os.environ.get(_KEY_FILE_VARIABLE)
+    if text and path:
+        raise ConfigError(f"{_KEY_VARIABLE} and {_KEY_FILE_VARIABLE} are both set")
+    try:
+        if path:
+            return ClusterKey.read(Path(path))
+        return ClusterKey.parse(text) if text else None
+    except ConfigError as error:
+        raise ConfigError(f"{_KEY_FILE_VARIABLE if path else _KEY_VARIABLE}: {error}") from error
 
 
 def child_environment(cluster_id: str) -> Mapping[str, str]:

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from cluster import state
 from cluster.account import Account
-from cluster.config import default_model_dir, make_folder, prepare_ray_environment, ray_dir
+from cluster.config import default_model_dir, make_folder, prepare_ray_environment, ray_dir, take_cluster_key
 from cluster.pools import check_pools
 from cluster.processes import ProcessId
 from cluster.spec import DECODE, PREFILL, ROLES, ClusterSpec
 from cluster.supervisor import Snapshot, Supervisor
 from cluster.updates import Failed, Listener, StageBegan, StageDone, StageMoved
+from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError, EngineError
 from engine.machine import memory_bytes
 from engine.model_config import load_model_config
@@ -59,6 +60,7 @@ class ClusterRun:
         self._ray_began = False
         self._cluster_id = cluster_id or uuid.uuid4().hex
         self._ready = asyncio.Event()
+        self._cluster_key = take_cluster_key() or ClusterKey.generate()
         self._interrupted = False
         self._supervisor: Supervisor | None = None
 
@@ -174,7 +176,7 @@ class ClusterRun:
             if snapshot.ready:
                 self._ready.set()
 
-        host = RayHost(self._spec, model_path, ray, {PREFILL: PrefillActor, DECODE: DecodeActor})
+        host = RayHost(self._spec, model_path, ray, {PREFILL: PrefillActor, DECODE: DecodeActor}, self._cluster_key)
         workers = [worker_id for role in ROLES for worker_id in self._spec.worker_ids(role)]
         self._supervisor = supervisor = Supervisor(host, workers, self._spec.supervision, changed)
         if job is None:

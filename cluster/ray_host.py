@@ -27,6 +27,7 @@ from cluster.reconcile import ROUTER_ID
 from cluster.router_actor import RouterActor
 from cluster.spec import ROLES, ClusterSpec
 from cluster.supervisor import ActorLost, ReadyReport
+from engine.cluster_key import ClusterKey
 from engine.errors import EngineError, InternalError
 
 logger = logging.getLogger(__name__)
@@ -40,14 +41,22 @@ class RayHost:
     """Starts the actors of one cluster. A `Host` of `cluster.supervisor`."""
 
     def __init__(
-        self, spec: ClusterSpec, model_path: str, runtime: RayRuntime, worker_classes: Mapping[str, type]
+        self,
+        spec: ClusterSpec,
+        model_path: str,
+        runtime: RayRuntime,
+        worker_classes: Mapping[str, type],
+        key: ClusterKey,
     ) -> None:
         """`worker_classes` by role: made from a `WorkerConfig`, with the methods `start`, `stop` and `until_gone`."""
         self._spec = spec
         self._worker_classes = worker_classes
         self._model_path = model_path
         self._runtime = runtime
-        self._router_config = replace(spec.router_config(model_path), routing_seed=secrets.randbits(64))
+        self._key = key
+        self._router_config = replace(
+            spec.router_config(model_path), routing_seed=secrets.randbits(64), cluster_key=key
+        )
         self._roles = {worker_id: role for role in ROLES for worker_id in spec.worker_ids(role)}
 
     @property
@@ -61,6 +70,7 @@ class RayHost:
             return RayHandle(self, self._create(RouterActor, 1, self._router_config, drain_s), pins_ports=True)
         role = self._roles[member_id]
         config = self._spec.worker_config(role, member_id, self._model_path, str(native_dir()))
+        config = replace(config, cluster_key=self._key)
         # Of a Ray of our own each actor takes one CPU, whatever it uses: Ray holds one process ready for each.
         num_cpus = 1 if self._runtime.local else config.engine.num_threads
         return RayHandle(self, self._create(self._worker_classes[role], num_cpus, config), pins_ports=False)

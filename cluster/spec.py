@@ -12,6 +12,7 @@ from cluster.quoting import quoted
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.knobs import Knobs
+from kv_transfer.identity import DEFAULT_TRANSPORTS, parse_transports
 from router.config import RouterConfig
 from worker.config import WorkerConfig
 
@@ -56,9 +57,12 @@ class PoolSpec(Knobs):
     priority_step_s: float = _SCHEDULER.priority_step_s
     """Seconds without a turn that lift waiting requests by one priority."""
     host: str = "127.0.0.1"
-    """Interface for sessions and links. Nothing here authenticates: any other interface is open to its network."""
+    """Interface for sessions and links. Both demand the cluster's key; what they carry is not encrypted."""
+    kv_transports: str = ",".join(DEFAULT_TRANSPORTS)
+    """Of links, with commas: some of shm, nccl, tcp, gloo."""
 
     def __post_init__(self) -> None:
+        parse_transports(self.kv_transports)
         if not 0 <= self.replicas <= MAX_REPLICAS:
             raise ConfigError(f"replicas must be in [0, {MAX_REPLICAS}], got {self.replicas}")
         self.engine("", _ENGINE.dtype)  # its checks are ours
@@ -262,6 +266,7 @@ class ClusterSpec:
             model_name=self.model,
             host=pool.host,
             drain_s=self.supervision.drain_s,
+            kv_transports=parse_transports(pool.kv_transports),
             engine=pool.engine(model_path, self.dtype, native_cache),
         )
 

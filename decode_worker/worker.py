@@ -46,6 +46,7 @@ from engine.errors import (
 from engine.plan import Pool
 from engine.request import RequestKind
 from kv_transfer.identity import PeerIdentity
+from kv_transfer.link import LinkSettings
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.reservation import ReservationTable
 from kvrelay.v1 import worker_pb2
@@ -72,7 +73,8 @@ class DecodeWorker:
             fingerprint=parts.identity.model_fingerprint,
             layout=parts.kv.layout,
         )
-        self._receiver = KvReceiver(peer, parts.kv, self._table, self, config.host, copier=parts.native)
+        links = LinkSettings(transports=config.kv_transports, key=config.cluster_key)
+        self._receiver = KvReceiver(peer, parts.kv, self._table, self, config.host, settings=links, copier=parts.native)
         self._lease_timer: Timer | None = None
 
     @classmethod

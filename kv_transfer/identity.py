@@ -31,6 +31,13 @@ MAX_ENDPOINT_BYTES = 1024
 _HOST_ID_BYTES = 16
 
 
+def parse_transports(text: str) -> tuple[str, ...]:
+    """Names with commas between them. Raises `ConfigError` as `check_transports` does."""
+    names = tuple(name.strip() for name in text.split(","))
+    check_transports(names)
+    return names
+
+
 def check_transports(names: tuple[str, ...]) -> None:
     """Raises `ConfigError` unless `names` may be what a worker offers."""
     if not names or len(set(names)) != len(names) or not set(names) <= set(TRANSPORTS):

@@ -15,6 +15,9 @@ PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 """Oldest protocol that we still speak: a peer may be one version behind."""
 
+SESSION_TOKEN_KEY = "kvrelay-session-token"
+"""Metadata of a session: `ClusterKey.session_token` of the router."""
+
 MAX_U32 = 2**32 - 1
 
 _OPTIONAL_SAMPLING_FIELDS = (

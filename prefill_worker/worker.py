@@ -32,6 +32,7 @@ from engine.plan import Pool
 from engine.request import Request, RequestKind
 from engine.sampler import SampledToken
 from kv_transfer.identity import PeerIdentity
+from kv_transfer.link import LinkSettings
 from kv_transfer.sender import KvSender, TicketInfo
 from kv_transfer.stats import TransferStats
 from kvrelay.v1 import worker_pb2
@@ -79,7 +80,8 @@ class PrefillWorker:
             fingerprint=parts.identity.model_fingerprint,
             layout=parts.kv.layout,
         )
-        self._sender = KvSender(peer, parts.kv, self, copier=parts.native)
+        links = LinkSettings(transports=config.kv_transports, key=config.cluster_key)
+        self._sender = KvSender(peer, parts.kv, self, settings=links, copier=parts.native)
         self._computer = PromptComputer(self._sender)
 
     @classmethod

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 import uvloop
 
+from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError, EngineError
 from router.config import RouterConfig
 from router.server import RouterServer
@@ -56,6 +57,12 @@ async def serve(config: RouterConfig, grace_s: float) -> None:
 @click.option(
     "--tls-client-ca", default="", metavar="FILE", help="Serve only clients with a certificate of these, PEM."
 )
+@click.option(
+    "--cluster-key-file",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="64 hexadecimal digits that workers demand of their routers.",
+)
 @click.option("--router-id", default=None, help="Name of this router; by default a new one.")
 @click.option("--max-live-requests", type=int, default=1024, show_default=True)
 @click.option("--default-timeout-s", type=float, default=600.0, show_default=True, help="For calls without a deadline.")
@@ -75,6 +82,7 @@ def main(
     model_name: str | None,
     workers: tuple[str, ...],
     router_id: str | None,
+    cluster_key_file: Path | None,
     grace_s: float,
     **settings: str | float,
 ) -> None:
@@ -87,6 +95,7 @@ def main(
             model_path=str(model),
             model_name=model_name or model.resolve().name,
             router_id=router_id or f"router-{secrets.token_hex(3)}",
+            cluster_key=None if cluster_key_file is None else ClusterKey.read(cluster_key_file),
             workers=workers,
             **settings,  # type: ignore[arg-type]  # click checks the types
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError
 from engine.routing_key import MAX_SEED
 
@@ -22,6 +23,8 @@ class RouterConfig:
     http_port: int | None = None
     """None: the one after `port`, or a free one if that is 0, which 0 takes as well."""
     router_id: str = "router"
+    cluster_key: ClusterKey | None = None
+    """Shown to workers, those that have it serve nobody else."""
     api_keys: str = ""
     """File of tenants and digests of their keys (`router.tenants`); empty: nobody needs a key."""
     tls_cert: str = ""

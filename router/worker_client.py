@@ -15,7 +15,7 @@ import grpc
 
 from engine.errors import EngineError, HandshakeRefused, LinkClosed, WorkerLost
 from kvrelay._status import from_rpc_error
-from kvrelay._wire import PROTOCOL_VERSION
+from kvrelay._wire import PROTOCOL_VERSION, SESSION_TOKEN_KEY
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from router.config import RouterConfig
 from router.peer import Peer
@@ -105,7 +105,8 @@ class WorkerClient:
         hello = worker_pb2.Hello(
             protocol=PROTOCOL_VERSION, router_id=self._config.router_id, routing_seed=self._config.routing_seed
         )
-        call = stub.Session()
+        key = self._config.cluster_key
+        call = stub.Session(metadata=None if key is None else ((SESSION_TOKEN_KEY, key.session_token),))
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await call.write(worker_pb2.SessionRequest(hello=hello))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.cluster_key import ClusterKey
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from kv_transfer.identity import DEFAULT_TRANSPORTS, check_transports
 
 MAX_LEASE_S = 5.0
 """A lease that nobody renews blocks memory for this long at most."""
@@ -29,6 +31,10 @@ class WorkerConfig:
     """Messages that may wait for one router. A router that lets more pile up loses its session."""
     max_sessions: int = 64
     """Routers at once."""
+    kv_transports: tuple[str, ...] = DEFAULT_TRANSPORTS
+    """Of links: some of shm, nccl, tcp, gloo. Two workers use the first of these, in this order, that both have."""
+    cluster_key: ClusterKey | None = None
+    """Routers and peers must know it. None: whoever reaches the address is served."""
     lease_s: float = MAX_LEASE_S
     """Of tickets. Too short: a busy prefill worker loses it. Too long: a lost one delays the request."""
     max_timeout_s: float = 3600.0
@@ -46,6 +52,7 @@ class WorkerConfig:
         for name in ("heartbeat_s", "max_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        check_transports(self.kv_transports)
         if not 0 < self.lease_s <= MAX_LEASE_S:
             raise ConfigError(f"lease_s must be in (0, {MAX_LEASE_S}], got {self.lease_s}")
         if not self.drain_s >= 0:

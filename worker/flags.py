@@ -11,9 +11,11 @@ from typing import Any
 
 import click
 
+from engine.cluster_key import ClusterKey
 from engine.config import DTYPE_BYTES, PREEMPTIONS, EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.knobs import KNOBS
+from kv_transfer.identity import DEFAULT_TRANSPORTS, parse_transports
 from worker.config import WorkerConfig
 from worker.knob_options import knob_option
 from worker.process import exit_with_parent, run_worker
@@ -76,6 +78,17 @@ def _options() -> list[click.Parameter]:
             "Folder for native libraries, compiled at the first start.",
             default=lambda: str(Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}" / "native"),
         ),
+        option(
+            "--kv-transports",
+            "Of links, with commas: shm, nccl, tcp, gloo. In this order, the first that both ends have is used.",
+            default=",".join(DEFAULT_TRANSPORTS),
+        ),
+        option(
+            "--cluster-key-file",
+            "64 hexadecimal digits that routers and peers must know; by default nobody has to prove anything.",
+            type=click.Path(path_type=Path),
+            default=None,
+        ),
         option("--drain-s", "Seconds that live requests get on a stop.", type=float, default=1.0),
         click.Option(["--exit-with-parent"], is_flag=True, help="Stop when the parent process dies (Linux)."),
     ]
@@ -83,12 +96,15 @@ def _options() -> list[click.Parameter]:
 
 def _worker_config(role: str, **flags: Any) -> WorkerConfig:
     model: Path = flags["model"]
+    key_file: Path | None = flags["cluster_key_file"]
     return WorkerConfig(
         worker_id=flags["worker_id"] or f"{role}-{secrets.token_hex(3)}",
         model_name=flags["model_name"] or model.resolve().name,
         host=flags["host"],
         port=flags["port"],
         drain_s=flags["drain_s"],
+        kv_transports=parse_transports(flags["kv_transports"]),
+        cluster_key=None if key_file is None else ClusterKey.read(key_file),
         engine=EngineConfig(
             model_path=str(model),
             dtype=flags["dtype"],

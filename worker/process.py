@@ -62,6 +62,7 @@ class RunningWorker:
             "num_blocks": welcome.num_blocks,
             "block_size": welcome.block_size,
             "pool": str(role.pool()),
+            "authenticates": self._config.cluster_key is not None,
             "native": welcome.native,
             "timings": {**role.timings(), "total_s": round(time.monotonic() - started, 3)},
         }

@@ -8,6 +8,7 @@ the stream ends, whoever ends it ─▶ role.session_ended
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -18,7 +19,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from engine.errors import ConfigError, EngineError, InternalError
-from kvrelay._wire import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
+from kvrelay._wire import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, SESSION_TOKEN_KEY
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from worker.config import WorkerConfig
 from worker.session import MalformedRequest, Role, Session, SessionOver
@@ -110,6 +111,7 @@ class WorkerServer:
             await context.abort(over.code, over.reason)
 
     async def _shake_hands(self, requests: AsyncIterator[worker_pb2.SessionRequest], context: _Context) -> Session:
+        self._check_token(context)
         if self._server is None:
             raise SessionOver(grpc.StatusCode.UNAVAILABLE, f"worker {self._config.worker_id} is stopping")
         if len(self._sessions) >= self._config.max_sessions:
@@ -139,6 +141,19 @@ class WorkerServer:
         await context.write(worker_pb2.SessionResponse(welcome=self._role.welcome()))
         logger.info("session with router %s (protocol %d)", hello.router_id, hello.protocol)
         return session
+
+    def _check_token(self, context: _Context) -> None:
+        """Before anything else, so that a stranger takes no session from a router."""
+        key = self._config.cluster_key
+        if key is None:
+            return
+        shown = dict(context.invocation_metadata() or ()).get(SESSION_TOKEN_KEY, b"")
+        if not hmac.compare_digest(_as_bytes(shown), key.session_token.encode()):
+            what = "another one" if shown else "none"
+            logger.warning("session refused: %s shows %s for the cluster key", context.peer(), what)
+            raise SessionOver(
+                grpc.StatusCode.UNAUTHENTICATED, f"this worker has a cluster key, and the router shows {what}"
+            )
 
     async def _read(self, session: Session, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
         while True:
@@ -184,6 +199,10 @@ class WorkerServer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.heartbeat_s):
                     await session.load_due.wait()
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
 
 
 async def _next_request(requests: AsyncIterator[worker_pb2.SessionRequest]) -> worker_pb2.SessionRequest:

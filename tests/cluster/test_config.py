@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster import config
+from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError
 
 
@@ -69,3 +70,48 @@ def test_a_joined_ray_keeps_its_own_token(monkeypatch: pytest.MonkeyPatch) -> No
     assert os.environ["RAY_AUTH_TOKEN"] == "theirs"
     config.prepare_ray_environment(cluster_id="c", local=True, auth_token="ours")
     assert (os.environ["RAY_AUTH_TOKEN"], os.environ["RAY_AUTH_MODE"]) == ("ours", "token")
+
+
+KEY = ClusterKey(bytes(range(32)))
+
+
+def test_a_cluster_key_is_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_CLUSTER_KEY", KEY.secret.hex())
+
+    assert config.take_cluster_key() == KEY
+
+    assert "KVRELAY_CLUSTER_KEY" not in os.environ
+    assert config.take_cluster_key() is None
+
+
+def test_a_cluster_key_may_be_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY.secret.hex())
+    monkeypatch.setenv("KVRELAY_CLUSTER_KEY_FILE", str(path))
+
+    assert config.take_cluster_key() == KEY
+
+
+@pytest.mark.parametrize(
+    ("key", "file", "reason"),
+    [
+        ("12ab", None, "KVRELAY_CLUSTER_KEY: a cluster key has 32 bytes"),
+        (None, "/nowhere/key", "KVRELAY_CLUSTER_KEY_FILE: cannot read the cluster key /nowhere/key"),
+        ("12ab", "/nowhere/key", "both set"),
+    ],
+)
+def test_a_cluster_key_that_cannot_be_used_is_told(
+    monkeypatch: pytest.MonkeyPatch, key: str | None, file: str | None, reason: str
+) -> None:
+    for name, value in (("KVRELAY_CLUSTER_KEY", key), ("KVRELAY_CLUSTER_KEY_FILE", file)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+
+    with pytest.raises(ConfigError, match=reason):
+        config.take_cluster_key()
+
+
+def test_a_failed_communicator_does_not_end_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    config.prepare_ray_environment(cluster_id="c", local=True, auth_token="ours")
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"

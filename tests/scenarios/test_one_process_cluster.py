@@ -14,10 +14,14 @@ from pathlib import Path
 import grpc
 import pytest
 from fakes import expected_output
-from one_process_cluster import OneProcessCluster
+from one_process_cluster import BOUND_S, OneProcessCluster
 
+from engine.cluster_key import ClusterKey
 from kv_transfer import sender
 from kv_transfer.digest import PythonBlockCopier
+from kv_transfer.link import LinkSettings
+from prefill_worker.worker import PrefillWorker
+from router.server import RouterServer
 
 PROMPT = [(7 * i + 3) % 500 for i in range(100)]
 BLOCKS = 13
@@ -28,19 +32,13 @@ def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(500) for _ in range(length)]
 
 
-@pytest.fixture(params=["shm", "tcp"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "tcp":
-
-        def not_possible(fd: int) -> int:
-            raise OSError("this pool cannot be shared")
-
-        monkeypatch.setattr("kv_transfer.handshake.read_only", not_possible)
+@pytest.fixture(params=["shm", "tcp", "gloo"])
+def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 async def test_one_request_is_prefilled_here_and_decoded_there(tmp_path: Path, transport: str) -> None:
-    async with OneProcessCluster(tmp_path) as cluster:
+    async with OneProcessCluster(tmp_path, kv_transports=(transport,)) as cluster:
         generation = await cluster.generate(PROMPT, 20)
 
     assert generation.token_ids == expected_output(PROMPT, 20)
@@ -70,7 +68,7 @@ async def test_a_first_token_that_is_the_last_leaves_nothing(tmp_path: Path) -> 
 async def test_many_requests_at_once_each_get_their_own_tokens(tmp_path: Path, transport: str) -> None:
     rng = random.Random(1)
     prompts = [prompt_of(rng, rng.randint(1, 120)) for _ in range(24)]
-    async with OneProcessCluster(tmp_path, num_prefill=2, num_decode=2) as cluster:
+    async with OneProcessCluster(tmp_path, num_prefill=2, num_decode=2, kv_transports=(transport,)) as cluster:
         generations = await asyncio.gather(*(cluster.generate(prompt, 12) for prompt in prompts))
 
     assert [g.token_ids for g in generations] == [expected_output(prompt, 12) for prompt in prompts]
@@ -115,7 +113,7 @@ async def test_aborts_at_random_points_leave_nothing_and_disturb_nobody(tmp_path
             await call.read()
         call.cancel()
 
-    async with OneProcessCluster(tmp_path, num_prefill=2) as cluster:
+    async with OneProcessCluster(tmp_path, num_prefill=2, kv_transports=(transport,)) as cluster:
         for _ in range(4):
             prompts = [prompt_of(rng, rng.randint(1, 150)) for _ in range(4)]
             aborts = [
@@ -184,13 +182,43 @@ async def test_a_corrupted_block_is_refused_and_computed_again(
             return [bytes(16) if next(number) == corrupt_at else right for right in super().digests(blocks)]
 
     monkeypatch.setattr(sender, "PythonBlockCopier", CorruptingCopier)
-    async with OneProcessCluster(tmp_path) as cluster:
+    async with OneProcessCluster(tmp_path, kv_transports=(transport,)) as cluster:
         generation = await cluster.generate(PROMPT, 20)
 
     assert generation.token_ids == expected_output(PROMPT, 20)
     assert generation.route.recomputed_tokens >= len(PROMPT) - 8 * corrupt_at - 8
     assert generation.route.blocks_sent == generation.route.blocks_adopted + 1
     assert cluster.errors["DigestMismatch"] >= 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_cluster_with_a_key_serves(tmp_path: Path, transport: str) -> None:
+    key = ClusterKey.generate()
+    settings = {"cluster_key": key}
+    async with OneProcessCluster(tmp_path, router=settings, kv_transports=(transport,), cluster_key=key) as cluster:
+        generation = await cluster.generate(PROMPT, 20)
+
+        assert generation.token_ids == expected_output(PROMPT, 20)
+        assert (generation.route.transport, generation.route.recomputed_tokens) == (transport, 0)
+        stranger = RouterServer(cluster.router_config("stranger", cluster_key=ClusterKey.generate()))
+        await stranger.start()
+        async with asyncio.timeout(BOUND_S):
+            while "has a cluster key" not in stranger.registry.why_not_ready():
+                await stranger.registry.changed()
+        assert stranger.registry.snapshots() == []
+        await stranger.stop(0.0)
+
+
+async def test_a_transport_that_only_one_end_has_is_computed_again(tmp_path: Path) -> None:
+    async with OneProcessCluster(tmp_path, kv_transports=("shm",)) as cluster:
+        sending = cluster.prefill[0].role
+        assert isinstance(sending, PrefillWorker)
+        sending._sender._settings = LinkSettings(transports=("tcp",))
+        generation = await cluster.generate(PROMPT, 20)
+
+    assert generation.token_ids == expected_output(PROMPT, 20)
+    assert generation.route.recomputed_tokens == len(PROMPT)
+    assert cluster.errors["HandshakeRefused"] >= 1
 
 
 async def test_a_model_fault_on_the_prefill_worker_costs_time_only(tmp_path: Path) -> None:

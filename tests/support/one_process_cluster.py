@@ -85,13 +85,13 @@ class OneProcessCluster:
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
         router: dict[str, Any] | None = None,
-        lease_s: float = 5.0,
+        **worker: Any,
     ) -> None:
-        """`prefill` and `decode` are settings of `EngineConfig`; `router` of `RouterConfig`."""
+        """Settings: `prefill`, `decode` of `EngineConfig`; `router` of `RouterConfig`; `worker` of `WorkerConfig`."""
         torch.set_num_threads(1)
         self._folder = make_model_folder(folder)
         self._settings = {PrefillWorker: prefill or {}, DecodeWorker: decode or {}}
-        self._lease_s = lease_s
+        self._worker_settings = worker
         self._numbers = {PrefillWorker: num_prefill, DecodeWorker: num_decode}
         self._router_config = RouterConfig(
             model_path=str(folder),
@@ -181,7 +181,7 @@ class OneProcessCluster:
         name = "prefill" if worker_class is PrefillWorker else "decode"
         return ClusterWorker(
             worker_class,
-            WorkerConfig(worker_id=f"{name}-{number}", model_name="fake", engine=engine, lease_s=self._lease_s),
+            WorkerConfig(worker_id=f"{name}-{number}", model_name="fake", engine=engine, **self._worker_settings),
         )
 
     async def _check(self, worker: ClusterWorker) -> None:

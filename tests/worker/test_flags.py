@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
+from engine.cluster_key import ClusterKey
 from engine.errors import InternalError
 from engine.knobs import KNOBS
 from worker.config import WorkerConfig
@@ -43,6 +46,43 @@ def test_flags_reach_the_settings_that_they_name(started: list[WorkerConfig]) ->
     assert not engine.enable_prefix_caching
     assert (engine.swap_space, engine.scheduler.preemption, engine.scheduler.priority_step_s) == (10**6, "swap", 3.0)
     assert (engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs, engine.num_threads) == (77, 5, 2)
+
+
+def test_the_flags_of_links_reach_their_settings(started: list[WorkerConfig], tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(bytes(range(32)).hex() + "\n")
+
+    assert run("--kv-transports", "tcp, gloo", "--cluster-key-file", str(key))[0] == 0
+
+    (config,) = started
+    assert config.kv_transports == ("tcp", "gloo")
+    assert config.cluster_key == ClusterKey(bytes(range(32)))
+    assert bytes(range(32)).hex() not in repr(config)
+    assert repr(config.cluster_key.secret) not in repr(config)
+
+
+@pytest.mark.parametrize("text", ["", "shm,shm", "shm,carrier-pigeon"])
+def test_transports_that_are_none_are_refused_with_those_that_are(started: list[WorkerConfig], text: str) -> None:
+    code, output = run("--kv-transports", text)
+
+    assert code == 1
+    assert "kv_transports must name some of shm, nccl, tcp, gloo" in output
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "No such file"), ("12ab", "has 32 bytes, got 2"), ("no key at all", "digits")]
+)
+def test_a_cluster_key_that_cannot_be_used_is_told_and_not_repeated(
+    started: list[WorkerConfig], tmp_path: Path, content: str | None, reason: str
+) -> None:
+    path = tmp_path / "cluster"
+    if content is not None:
+        path.write_text(content)
+
+    code, output = run("--cluster-key-file", str(path))
+
+    assert (code, reason in output, str(path) in output) == (1, True, True), output
+    assert content is None or content not in output.replace(str(path), "")
 
 
 def test_every_knob_has_a_flag_whose_default_is_that_of_the_table(started: list[WorkerConfig]) -> None:

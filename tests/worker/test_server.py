@@ -9,10 +9,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from engine.cluster_key import ClusterKey
 from engine.config import EngineConfig
 from engine.errors import ConfigError, QueueFull, WorkerLost
 from engine.plan import Pool
-from kvrelay._wire import PROTOCOL_VERSION
+from kvrelay._wire import PROTOCOL_VERSION, SESSION_TOKEN_KEY
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from worker.block_feed import BlockFeed
 from worker.config import WorkerConfig
@@ -22,6 +23,7 @@ from worker.session import MalformedRequest, Session
 Stream = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 HELLO = worker_pb2.SessionRequest(hello=worker_pb2.Hello(protocol=PROTOCOL_VERSION, router_id="r0"))
 BOUND_S = 30.0
+KEY = ClusterKey(bytes(range(32)))
 
 
 class RecordingRole:
@@ -99,6 +101,27 @@ async def open_session(channel: grpc.aio.Channel) -> Stream:
     welcome = await read(call)
     assert welcome.WhichOneof("message") == "welcome"
     return call
+
+
+@pytest.mark.parametrize("shown", [None, "wrong", ClusterKey(bytes(32)).session_token, ""])
+async def test_a_router_without_the_cluster_key_has_no_effect(role: RecordingRole, shown: str | None) -> None:
+    metadata = None if shown is None else ((SESSION_TOKEN_KEY, shown),)
+    async with serving(role, cluster_key=KEY, max_sessions=1) as channel:
+        call: Stream = worker_pb2_grpc.WorkerStub(channel).Session(metadata=metadata)
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it may be over before it is written to
+            await call.write(HELLO)
+
+        assert await call.code() == grpc.StatusCode.UNAUTHENTICATED
+
+    assert (role.handled, role.loads, role.seeds, role.ended.qsize()) == ([], 0, [], 0)
+
+
+async def test_a_router_with_the_cluster_key_is_served(role: RecordingRole) -> None:
+    async with serving(role, cluster_key=KEY) as channel:
+        call: Stream = worker_pb2_grpc.WorkerStub(channel).Session(metadata=((SESSION_TOKEN_KEY, KEY.session_token),))
+        await call.write(HELLO)
+
+        assert (await read(call)).WhichOneof("message") == "welcome"
 
 
 async def read(call: Stream) -> worker_pb2.SessionResponse:

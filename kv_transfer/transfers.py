@@ -24,8 +24,8 @@ from kv_transfer.identity import MAX_ID_BYTES
 from kv_transfer.link import LinkSettings
 from kv_transfer.stats import TransferStats
 
-_GROUP_BYTES = 4 * 1024 * 1024
-"""Enough to hide what a frame costs; little enough that the receiver copies one group while the next is prepared."""
+_GROUP_BYTES = 16 * 1024 * 1024
+"""At most: enough to hide what a group costs (0.1 ms at the receiver, whose caches the copy before it has emptied)."""
 _FIRST_GROUP_BYTES = 1024 * 1024
 """While nothing is in flight: the receiver has nothing to do until the first group was prepared."""
 
@@ -108,8 +108,9 @@ class _Transfer:
 class OutgoingTransfers:
     """Every open transfer is in exactly one state: open, or ended and (once no block of it is in hand) an `Outcome`.
 
-    Blocks leave in groups, as many of a request as are there, up to `_GROUP_BYTES` and a quarter of the budget: nobody
-    waits for a group to fill. Requests that have any take turns, while the unacknowledged bytes fit the budget.
+    Blocks leave in groups, as many of a request as are there: nobody waits for a group to fill. A group has at most
+    `_GROUP_BYTES`, a quarter of the budget, and twice what is in flight: the receiver copies that while the next one is
+    prepared. Requests that have any take turns, while the unacknowledged bytes fit the budget.
     """
 
     def __init__(self, block_bytes: int, settings: LinkSettings) -> None:
@@ -189,7 +190,7 @@ class OutgoingTransfers:
         room = self._settings.max_unacked_bytes // self._block_bytes - len(self._in_flight)
         if not self._turn or (self._in_flight and room < 1):
             return None
-        most = self.group_blocks if self._in_flight else self._first_group_blocks
+        most = min(self.group_blocks, max(self._first_group_blocks, 2 * len(self._in_flight)))
         return self._take_group(min(most, max(1, room)), now)
 
     def _take_group(self, most: int, now: float) -> SendBlocks:

@@ -107,15 +107,15 @@ def test_a_group_goes_to_the_places_that_the_ticket_names_and_fits_a_frame() -> 
     assert [place for group in groups for place in group.places] == [(500 - n, 7) for n in range(300)]
 
 
-def test_the_first_group_of_an_idle_link_is_small_and_the_next_are_large() -> None:
+def test_the_first_group_of_an_idle_link_is_small_and_the_next_grow_with_what_is_in_flight() -> None:
     mib = 1024 * 1024
     link = OutgoingTransfers(mib // 2, LinkSettings())
-    begin(link, "a", range(20))
-    link.send("r-a", outgoing(range(20)))
+    begin(link, "a", range(128))
+    link.send("r-a", outgoing(range(128)))
 
     groups = [step for step in take(link) if isinstance(step, SendBlocks)]
 
-    assert [len(group.blocks) for group in groups] == [2, 8, 8, 2]
+    assert [len(group.blocks) for group in groups] == [2, 4, 12, 32, 32, 32, 14]
 
 
 def test_a_group_takes_no_more_than_what_is_left_of_the_budget() -> None:

@@ -21,6 +21,7 @@ import queue
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -61,11 +62,13 @@ class Listener:
     """A `ReceiverListener` that notes when a link was lost."""
 
     def __init__(self) -> None:
-        self.adopted = queue.Queue[int]()
+        self.first = threading.Event()
+        """A block was adopted."""
         self.lost = queue.Queue[float]()
 
     def block_adopted(self, ticket_id: str, ordinal: int, num_bytes: int, transport: str) -> None:
-        self.adopted.put(ordinal)
+        if not ordinal:
+            self.first.set()
 
     def block_refused(self, ticket_id: str, ordinal: int, error: TransferError) -> None:
         raise InternalError(f"block {ordinal} was refused: {error}")
@@ -198,13 +201,13 @@ def measure_transports(report: Report, counts: Collection[int], num_blocks: int,
 
 
 def measure_kill(report: Report, num_blocks: int, runs: int, cache: str) -> None:
-    """The sender dies when the first quarter has come."""
+    """The sender dies when the first block has come."""
     seen: list[float] = []
     for _ in range(runs):
         with pair_of("2m", num_blocks, cache) as pair:
             pair.begin(num_blocks, TCP)
-            for _ in range(num_blocks // 4):
-                pair.listener.adopted.get(timeout=WAIT_S)
+            if not pair.listener.first.wait(WAIT_S):
+                raise InternalError("no block came")
             killed = time.perf_counter()
             pair.sender.kill()
             seen.append(pair.listener.lost.get(timeout=WAIT_S) - killed)

@@ -44,7 +44,8 @@ class KvCache:
             raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
         self.layout = layout
         self.num_blocks = num_blocks
-        self.nbytes = num_blocks * layout.block_bytes
+        self._block_bytes = layout.block_bytes  # which works it out each time
+        self.nbytes = num_blocks * self._block_bytes
         _check_physical_memory(self.nbytes)
         self.fd: int | None = _sealable_memfd(self.nbytes) if sys.platform == "linux" else None
         try:
@@ -91,8 +92,8 @@ class KvCache:
             raise InternalError(f"block {block} is outside the pool of {self.num_blocks} blocks")
         if self.closed:
             raise InternalError("the KV pool is closed")
-        start = block * self.layout.block_bytes
-        return self._bytes[start : start + self.layout.block_bytes]
+        start = block * self._block_bytes
+        return self._bytes[start : start + self._block_bytes]
 
     def close(self) -> None:
         """Give the memory back. A second call does nothing.

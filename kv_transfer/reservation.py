@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
 from types import MappingProxyType
+from typing import NamedTuple
 
 from engine.errors import HashMismatch, InternalError, SlotMismatch, StaleTicket, TransferError
 
@@ -55,8 +56,7 @@ class ExpectedBlock:
     """Chained content hash, 32 bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriteGrant:
+class WriteGrant(NamedTuple):
     """Leave to write one slot, until `end_write`. Its holder must call that, whatever happens."""
 
     serial: int

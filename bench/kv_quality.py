@@ -32,7 +32,7 @@ from cluster.config import default_model_dir
 from engine.batch import ForwardBatch
 from engine.kv_cache import KvCache
 from engine.kv_layout import KV_DTYPE_BYTES, KvLayout
-from engine.model.llama import LlamaModel
+from engine.model.llama import Model
 from engine.model.registry import load_model
 from engine.model_store import resolve_model
 from engine.tokenizer import ChatMessage, Tokenizer
@@ -92,7 +92,7 @@ def _rotated(pairs: Sequence[tuple[str, str]], start: int) -> Iterator[tuple[str
 class KvRun:
     """One model over a pool of one type, which has room for all texts and their answers."""
 
-    def __init__(self, model: LlamaModel, texts: Sequence[Sequence[int]], dtype: str) -> None:
+    def __init__(self, model: Model, texts: Sequence[Sequence[int]], dtype: str) -> None:
         self._model = model
         self._texts = texts
         sizes = [-(-(len(text) + OUTPUT_TOKENS) // BLOCK_SIZE) for text in texts]
@@ -141,7 +141,7 @@ class KvRun:
         return self._model.forward(batch, self._kv)
 
 
-def layout_of(model: LlamaModel, dtype: str) -> KvLayout:
+def layout_of(model: Model, dtype: str) -> KvLayout:
     config = model.config
     return KvLayout(
         num_layers=config.num_layers,
@@ -152,7 +152,7 @@ def layout_of(model: LlamaModel, dtype: str) -> KvLayout:
     )
 
 
-def measure(model: LlamaModel, texts: Sequence[Sequence[int]], dtype: str, count_from: int, title: str) -> Outcome:
+def measure(model: Model, texts: Sequence[Sequence[int]], dtype: str, count_from: int, title: str) -> Outcome:
     """Counts the tokens of each text that have `count_from` or more before them."""
     started = time.monotonic()
     run = KvRun(model, texts, dtype)

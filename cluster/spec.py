@@ -48,7 +48,9 @@ class PoolSpec(Knobs):
     replicas: int = 1
     """Workers of this role. No prefill worker: decode workers compute the prompts themselves."""
     num_threads: int = _ENGINE.num_threads
-    """Threads of torch in each worker. More threads than cores in all: the workers slow each other down."""
+    """Threads of the kernels in each worker. More threads than cores in all: the workers slow each other down."""
+    kernels: str = _ENGINE.kernels
+    """Who computes: "native" code, the PyTorch "reference", or "auto": native where it can run the model."""
     max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens
     max_num_seqs: int = _SCHEDULER.max_num_seqs
     max_waiting: int = _SCHEDULER.max_waiting
@@ -72,6 +74,7 @@ class PoolSpec(Knobs):
             model_path=model_path,
             dtype=dtype,
             native_cache=native_cache,
+            kernels=self.kernels,
             **self.knobs(),
             num_threads=self.num_threads,
             scheduler=SchedulerConfig(

@@ -81,6 +81,7 @@ class CacheConfig:
 
 
 PREEMPTIONS = ("recompute", "swap")
+KERNELS = ("auto", "native", "reference")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +124,12 @@ class EngineConfig(Knobs):
     """Of weights and activations."""
     scheduler: SchedulerConfig = SchedulerConfig()
     num_threads: int = 1
-    """Threads of torch. One a worker: prefill and decode share a small machine without fighting."""
+    """Of the kernels. One a worker: prefill and decode share a small machine without fighting."""
     native_cache: str | None = None
     """Folder for the libraries that `engine.native` compiles at the first start. None: run without them."""
+    kernels: str = "auto"
+    """Who computes: "native" code, compiled for this CPU; the plain PyTorch "reference"; or "auto", which is native
+    where that can run the model, and says why where it cannot."""
 
     def __post_init__(self) -> None:
         Knobs.__post_init__(self)
@@ -134,5 +138,7 @@ class EngineConfig(Knobs):
             raise ConfigError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
         if self.scheduler.preemption == "swap" and not self.swap_space:
             raise ConfigError("preemption swap needs host memory: set swap_space, or preemption recompute")
+        if self.kernels not in KERNELS:
+            raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
         if self.num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")

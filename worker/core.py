@@ -112,6 +112,7 @@ class WorkerCore(Generic[T]):
             native=self.parts.native.name if self.parts.native is not None else "",
             tells_blocks=True,
             layout=layout_to_proto(self.parts.kv.layout),
+            kernels=self.parts.kernels,
         )
 
     async def load(self) -> worker_pb2.Load:

@@ -19,9 +19,11 @@ from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
 from engine.machine import memory_bytes
 from engine.model.llama import Model
+from engine.model.native_llama import obstacle
 from engine.model.registry import load_model
-from engine.model_config import model_fingerprint
+from engine.model_config import load_model_config, model_fingerprint
 from engine.native.blocks import NativeBlockCopier, load_block_copier
+from engine.native.decoder import NativeDecoder, load_decoder
 from engine.plan import Pool, check_pool, pool_of
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ class EngineParts:
     """Requests that the engine takes, running and waiting together."""
     native: NativeBlockCopier | None
     """None: there is no compiler, or none was wanted."""
+    kernels: str
+    """What computes: "native" and its instruction set, or "reference" and, where that was not asked for, why."""
     timings: Mapping[str, float]
     """Seconds of each part of the build."""
 
@@ -51,14 +55,20 @@ def build_engine(config: EngineConfig) -> EngineParts:
     """Load the model and assemble an engine around it. Raises `ModelError` or `ConfigError`."""
     torch.set_num_threads(config.num_threads)
     started = time.monotonic()
-    model = load_model(Path(config.model_path), config.dtype)
+    decoder, kernels = _load_decoder(config)
+    compiled = time.monotonic()
+    model = load_model(Path(config.model_path), config.dtype, decoder, config.num_threads)
     loaded = time.monotonic()
     fingerprint = model_fingerprint(Path(config.model_path))
-    timings = {"model_s": loaded - started, "fingerprint_s": time.monotonic() - loaded}
+    timings = {
+        "native_s": compiled - started,
+        "model_s": loaded - compiled,
+        "fingerprint_s": time.monotonic() - loaded,
+    }
     parts = assemble_engine(model, fingerprint, config, timings)
     assembled = time.monotonic()
     warm_up(model, parts.kv)
-    return replace(parts, timings={**parts.timings, "warm_up_s": time.monotonic() - assembled})
+    return replace(parts, kernels=kernels, timings={**parts.timings, "warm_up_s": time.monotonic() - assembled})
 
 
 def warm_up(model: Model, kv: KvCache) -> None:
@@ -126,8 +136,31 @@ def assemble_engine(
         max_model_len=max_model_len,
         max_requests=config.scheduler.max_num_seqs + config.scheduler.max_waiting,
         native=_load_native(config.native_cache),
+        kernels="reference",
         timings={**(timings or {}), "kv_and_engine_s": time.monotonic() - started},
     )
+
+
+def _load_decoder(config: EngineConfig) -> tuple[NativeDecoder | None, str]:
+    """Native kernels, where the model can run on them, and what `EngineParts.kernels` says of that.
+
+    Raises `ConfigError` if they are asked for by name and cannot be had.
+    """
+    if config.kernels == "reference":
+        return None, "reference"
+    why = obstacle(load_model_config(Path(config.model_path)), config.dtype, config.kv_dtype(config.dtype))
+    if why is None and config.native_cache is None:
+        why = "no native_cache is set"
+    if why is None and config.native_cache is not None:
+        try:
+            decoder = load_decoder(Path(config.native_cache))
+            return decoder, f"native {decoder.name}"
+        except NativeUnavailable as error:
+            why = str(error)
+            logger.warning("no native kernels, so the reference in PyTorch computes, slowly: %s", error)
+    if config.kernels == "native":
+        raise ConfigError(f"kernels: native is not possible: {why}")
+    return None, f"reference: {why}"
 
 
 def _load_native(cache: str | None) -> NativeBlockCopier | None:

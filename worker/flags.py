@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from engine.cluster_key import ClusterKey
-from engine.config import DTYPE_BYTES, PREEMPTIONS, EngineConfig, SchedulerConfig
+from engine.config import DTYPE_BYTES, KERNELS, PREEMPTIONS, EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.knobs import KNOBS
 from kv_transfer.identity import DEFAULT_TRANSPORTS, parse_transports
@@ -72,7 +72,8 @@ def _options() -> list[click.Parameter]:
             type=float,
             default=_SCHEDULER.priority_step_s,
         ),
-        option("--threads", "Threads of torch.", type=int, default=_ENGINE.num_threads),
+        option("--kernels", "Who computes.", type=click.Choice(KERNELS), default=_ENGINE.kernels),
+        option("--threads", "Threads of the kernels.", type=int, default=_ENGINE.num_threads),
         option(
             "--native-cache",
             "Folder for native libraries, compiled at the first start.",
@@ -111,6 +112,7 @@ def _worker_config(role: str, **flags: Any) -> WorkerConfig:
             **{name: flags[name] for name in KNOBS},
             num_threads=flags["threads"],
             native_cache=flags["native_cache"],
+            kernels=flags["kernels"],
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=flags["max_num_batched_tokens"],
                 max_num_seqs=flags["max_num_seqs"],

@@ -64,6 +64,7 @@ class RunningWorker:
             "pool": str(role.pool()),
             "authenticates": self._config.cluster_key is not None,
             "native": welcome.native,
+            "kernels": welcome.kernels,
             "timings": {**role.timings(), "total_s": round(time.monotonic() - started, 3)},
         }
 

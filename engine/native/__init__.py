@@ -1,5 +1,7 @@
-"""Native code: C files, compiled on the machine that runs them, loaded by ctypes. Everything here can do without.
+"""Native code: C and C++ files, compiled on the machine that runs them, loaded by ctypes.
 
-`build` knows compilers and the cache of libraries, nothing of what they do. Each user (`blocks`) declares its
-functions, and has a slower way in Python for machines without a compiler.
+Everything here can do without.
+
+`build` knows compilers and the cache of libraries, nothing of what they do. Each user (`blocks`, `decoder`) declares
+its functions, and has a slower way in Python for machines without a compiler.
 """

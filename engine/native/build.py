@@ -22,6 +22,8 @@ from engine.errors import NativeUnavailable
 FOLDER = Path(__file__).parent
 C_COMPILERS = ("cc", "gcc", "clang")
 C_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-Wall")
+THIS_CPU = "-march=native"
+"""A flag after which a library is good for CPUs like this one alone; its name then says so."""
 COMPILE_TIMEOUT_S = 60.0
 
 
@@ -31,11 +33,15 @@ def load(
     *,
     compilers: Sequence[str] = C_COMPILERS,
     flags: Sequence[str] = C_FLAGS,
+    includes: Sequence[str] = (),
     timeout_s: float = COMPILE_TIMEOUT_S,
 ) -> ctypes.CDLL:
-    """The library made from `source`, a file beside this one, kept in `cache`. Raises `NativeUnavailable`, with why."""
+    """The library made from `source`, a file beside this one as those that it includes are, kept in `cache`.
+
+    Raises `NativeUnavailable`, with why.
+    """
     text = FOLDER / source
-    library = cache / _name(text, flags)
+    library = cache / _name(text, [FOLDER / name for name in includes], flags)
     if not library.exists():
         _compile(text, library, _find(compilers), flags, timeout_s)
     _check_owner(library)
@@ -45,10 +51,23 @@ def load(
         raise NativeUnavailable(f"{library} cannot be loaded: {error}") from error
 
 
-def _name(source: Path, flags: Sequence[str]) -> str:
+def _name(source: Path, includes: Sequence[Path], flags: Sequence[str]) -> str:
     machine = (platform.system(), platform.machine(), *platform.libc_ver())
-    parts = b"\0".join(part.encode() for part in (*machine, *flags))
-    return f"{source.stem}-{sha256(parts + source.read_bytes()).hexdigest()[:32]}.so"
+    made_from = sha256(b"\0".join(part.encode() for part in (*machine, *flags)))
+    for text in (source, *includes):
+        made_from.update(text.read_bytes())
+    if THIS_CPU in flags:
+        made_from.update(_cpu())
+    return f"{source.stem}-{made_from.hexdigest()[:32]}.so"
+
+
+def _cpu() -> bytes:
+    """What tells this CPU from others of its architecture: its instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "").encode()
 
 
 def _find(compilers: Sequence[str]) -> str:

@@ -184,6 +184,7 @@ class Welcome(_message.Message):
     NATIVE_FIELD_NUMBER: _builtins.int
     TELLS_BLOCKS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
@@ -205,6 +206,8 @@ class Welcome(_message.Message):
     """Instruction set of its native code; empty if it has none and copies KV blocks in Python."""
     tells_blocks: _builtins.bool
     """Whether it takes ListBlocks and sends BlockChanges."""
+    kernels: _builtins.str
+    """What computes: "native" and its instruction set, or "reference" and why."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Of its KV blocks: that of a decode worker must be one that prefill workers can make."""
@@ -226,10 +229,11 @@ class Welcome(_message.Message):
         native: _builtins.str = ...,
         tells_blocks: _builtins.bool = ...,
         layout: Global___KvLayout | None = ...,
+        kernels: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "layout", b"layout", "link_endpoint", b"link_endpoint", "max_model_len", b"max_model_len", "model", b"model", "native", b"native", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "tells_blocks", b"tells_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kernels", b"kernels", "layout", b"layout", "link_endpoint", b"link_endpoint", "max_model_len", b"max_model_len", "model", b"model", "native", b"native", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "tells_blocks", b"tells_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

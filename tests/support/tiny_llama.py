@@ -16,7 +16,7 @@ from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
-from engine.model.llama import LlamaModel, LlamaWeights
+from engine.model.llama import LlamaModel, LlamaWeights, Model
 
 Tensors = dict[str, npt.NDArray[np.float32]]
 
@@ -71,10 +71,14 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> Tensors:
 
 
 def model_of(config: ModelConfig, tensors: Mapping[str, npt.NDArray[np.float32]], dtype: str = "float32") -> LlamaModel:
+    return LlamaModel(config, weights_of(config, tensors, dtype))
+
+
+def weights_of(config: ModelConfig, tensors: Mapping[str, npt.NDArray[np.float32]], dtype: str) -> LlamaWeights:
     weights = LlamaWeights(config, getattr(torch, dtype))
     for name, part in weights.parts().items():
         part.copy_(torch.from_numpy(tensors[name]))
-    return LlamaModel(config, weights)
+    return weights
 
 
 def write_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
@@ -109,7 +113,7 @@ class PagedRunner:
     Each sequence gets its own blocks, scattered over the pool: whatever reads another slot shows at once.
     """
 
-    def __init__(self, model: LlamaModel, *, block_size: int, num_blocks: int = 96, dtype: str = "float32") -> None:
+    def __init__(self, model: Model, *, block_size: int, num_blocks: int = 96, dtype: str = "float32") -> None:
         self.model = model
         config = model.config
         self.kv = KvCache(

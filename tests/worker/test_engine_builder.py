@@ -94,7 +94,7 @@ def test_a_model_folder_becomes_an_engine_with_the_time_of_each_part(tmp_path: P
     folder = make_tiny_model(tmp_path)
     parts = build_engine(config(model_path=str(folder), num_blocks_override=4, num_threads=torch.get_num_threads()))
 
-    assert parts.timings.keys() == {"model_s", "fingerprint_s", "kv_and_engine_s", "warm_up_s"}
+    assert parts.timings.keys() == {"native_s", "model_s", "fingerprint_s", "kv_and_engine_s", "warm_up_s"}
     assert parts.kv.num_blocks == 4
 
 
@@ -133,3 +133,48 @@ def test_swap_space_that_the_machine_does_not_have_is_refused(pools: list[KvCach
 def test_preemption_by_swap_needs_host_memory() -> None:
     with pytest.raises(ConfigError, match="set swap_space, or preemption recompute"):
         config(scheduler=SchedulerConfig(preemption="swap"))
+
+
+def test_native_kernels_compute_where_they_can(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    make_tiny_model(tmp_path / "model")
+    parts = build_engine(
+        EngineConfig(model_path=str(tmp_path / "model"), kv_memory_bytes=1 << 20, native_cache=str(tmp_path / "native"))
+    )
+    parts.kv.close()
+
+    assert parts.kernels.startswith("native ")
+
+
+def test_where_they_cannot_the_reference_computes_and_it_is_said_why(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    make_tiny_model(tmp_path / "model")
+    parts = build_engine(
+        config(model_path=str(tmp_path / "model"), kv_memory_bytes=1 << 20, native_cache=str(tmp_path / "native"))
+    )
+    parts.kv.close()
+
+    assert parts.kernels == "reference: dtype is float32, not bfloat16"
+
+
+def test_without_a_compiler_the_reference_computes_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "model").mkdir()
+    make_tiny_model(tmp_path / "model")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    parts = build_engine(
+        EngineConfig(model_path=str(tmp_path / "model"), kv_memory_bytes=1 << 20, native_cache=str(tmp_path / "native"))
+    )
+    parts.kv.close()
+
+    assert parts.kernels == "reference: no compiler: none of c++, g++, clang++ is on the path"
+    assert "no native kernels, so the reference in PyTorch computes, slowly" in caplog.text
+
+
+def test_native_kernels_that_are_demanded_and_impossible_are_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    make_tiny_model(tmp_path / "model")
+
+    with pytest.raises(ConfigError, match="kernels: native is not possible: no native_cache is set"):
+        build_engine(EngineConfig(model_path=str(tmp_path / "model"), kv_memory_bytes=1 << 20, kernels="native"))

@@ -1,0 +1,158 @@
+"""The Llama decoder on this CPU's own instructions: one native call for each forward pass.
+
+The arithmetic is that of `engine.model.llama`, which is the oracle: weights and activations in bfloat16, sums and the
+residual stream in float32. A token's result does not depend on the tokens, sequences or threads that come with it, to
+the last bit: the tokens of a request do not depend on how it was batched, chunked, handed over or resumed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import ForwardBatch
+from engine.config import ModelConfig
+from engine.errors import InternalError
+from engine.kv_cache import KvCache
+from engine.model.layers import inverse_frequencies
+from engine.model.llama import LlamaWeights
+from engine.native.decoder import MAX_HEAD_DIM, TILE, BatchParts, LayerParts, ModelParts, NativeDecoder
+
+_LANES = 16
+"""Floats of the widest register: sizes are multiples of it."""
+_POSITIONS = 1024
+"""By how many positions the table of rotations grows."""
+
+
+def obstacle(config: ModelConfig, dtype: str, kv_dtype: str) -> str | None:
+    """Why the native code cannot run this model, or None."""
+    if dtype != "bfloat16":
+        return f"dtype is {dtype}, not bfloat16"
+    if kv_dtype != "bfloat16":
+        return f"kv_cache_dtype is {kv_dtype}, not bfloat16"
+    for name in ("hidden_size", "intermediate_size", "head_dim"):
+        if getattr(config, name) % _LANES:
+            return f"{name} {getattr(config, name)} is no multiple of {_LANES}"
+    if config.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim} is more than {MAX_HEAD_DIM}"
+    return None
+
+
+class NativeLlama:
+    """A `Model`. Owns its packed weights; those that it was made from are not needed afterwards."""
+
+    def __init__(self, config: ModelConfig, weights: LlamaWeights, decoder: NativeDecoder, num_threads: int) -> None:
+        self.config = config
+        self._decoder = decoder
+        self._num_threads = num_threads
+        self._kept: list[torch.Tensor] = []
+        self._layers = (LayerParts * config.num_layers)()
+        for parts, layer in zip(self._layers, weights.layers, strict=True):
+            parts.input_norm = self._keep(layer.input_norm)
+            parts.qkv = self._pack(layer.qkv)
+            parts.attention_out = self._pack(layer.attention_out)
+            parts.mlp_norm = self._keep(layer.mlp_norm)
+            parts.gate_up = self._pack(layer.gate_up)
+            parts.down = self._pack(layer.down)
+        embedding = self._pack(weights.embedding)
+        self._model = ModelParts(
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab=config.vocab_size,
+            norm_eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            embedding=embedding,
+            final_norm=self._keep(weights.final_norm),
+            lm_head=embedding if config.tie_word_embeddings else self._pack(weights.lm_head),
+            layers=ctypes.addressof(self._layers),
+        )
+        self._frequencies = inverse_frequencies(config)
+        self._rotation = torch.empty(0, config.head_dim)  # [positions, head_dim] float32: cosines, then sines
+        self._scratch = decoder.new_scratch()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_scratch"):
+            self._decoder.delete_scratch(self._scratch)
+
+    def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
+        """See `Model`. Raises `InternalError`, with nothing written, for what would lead outside pool or embedding."""
+        tables = [
+            table[: -(-context_len // kv.layout.block_size)]
+            for table, context_len in zip(batch.block_tables, batch.context_lens, strict=True)
+        ]
+        table_starts = np.cumsum([0, *map(len, tables)], dtype=np.int32)
+        blocks = _int32([block for table in tables for block in table])
+        query_starts, context_lens = _int32(batch.query_starts), _int32(batch.context_lens)
+        sample_rows = _int32(batch.sample_rows)
+        self._check(batch, blocks, kv)
+        logits = torch.empty(len(batch.sample_rows), -(-self.config.vocab_size // TILE) * TILE)
+        parts = BatchParts(
+            num_tokens=len(batch.token_ids),
+            num_sequences=len(tables),
+            num_samples=len(batch.sample_rows),
+            block_size=kv.layout.block_size,
+            token_ids=batch.token_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            query_starts=query_starts.ctypes.data,
+            context_lens=context_lens.ctypes.data,
+            table_starts=table_starts.ctypes.data,
+            tables=blocks.ctypes.data,
+            sample_rows=sample_rows.ctypes.data,
+            rotation=self._rotation.data_ptr(),
+            pool=kv.address,
+        )
+        self._decoder.forward(self._model, parts, self._scratch, logits.data_ptr(), self._num_threads)
+        return logits[:, : self.config.vocab_size]
+
+    def _check(self, batch: ForwardBatch, blocks: npt.NDArray[np.int32], kv: KvCache) -> None:
+        if blocks.min() < 0 or blocks.max() >= kv.num_blocks:
+            raise InternalError(f"blocks {blocks.min()} to {blocks.max()} are not all in a pool of {kv.num_blocks}")
+        lowest, highest = int(batch.token_ids.min()), int(batch.token_ids.max())
+        if lowest < 0 or highest >= self.config.vocab_size:
+            raise InternalError(f"tokens {lowest} to {highest} are not all in {self.config.vocab_size}")
+        for s, context_len in enumerate(batch.context_lens):
+            first, end = batch.query_starts[s], batch.query_starts[s + 1]
+            at = batch.positions[first], batch.positions[end - 1]
+            if end <= first or int(at[0]) != context_len - (end - first) or int(at[1]) != context_len - 1:
+                raise InternalError(f"sequence {s}: its tokens are not the last of a context of {context_len}")
+        longest = max(batch.context_lens)
+        if longest > len(self._rotation):
+            self._rotation = _rotations(-(-longest // _POSITIONS) * _POSITIONS, self._frequencies)
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _pack(self, weight: torch.Tensor) -> int:  # [rows, columns]
+        rows, columns = weight.shape
+        packed = _large_pages(-(-rows // TILE) * TILE * columns)
+        weight = weight.contiguous()
+        self._decoder.pack_weight(weight.data_ptr(), packed.data_ptr(), rows, columns)
+        return self._keep(packed)
+
+
+def _rotations(num_positions: int, frequencies: torch.Tensor) -> torch.Tensor:
+    angles = torch.arange(num_positions).unsqueeze(-1) * frequencies  # float64, so that all machines round alike
+    return torch.cat((angles.cos().float(), angles.sin().float()), dim=-1)
+
+
+def _int32(values: list[int]) -> npt.NDArray[np.int32]:
+    return np.array(values, dtype=np.int32)
+
+
+def _large_pages(count: int) -> torch.Tensor:
+    """`count` values of bfloat16 in memory that asks for large pages: a step reads all weights once."""
+    memory = mmap.mmap(-1, 2 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # only a hint: the kernel may be built without it
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.bfloat16)

@@ -1,0 +1,298 @@
+// One forward pass of a dense decoder with bfloat16 weights over paged bfloat16 KV, in one call.
+//
+// Called through ctypes, which lets go of the interpreter lock. Knows no Python and no torch. What a caller says was
+// checked on the other side (engine/model/native_llama.py).
+#include <algorithm>
+#include <memory>
+#include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "simd.h"
+
+#include "attention.h"
+#include "linear.h"
+
+extern "C" {
+
+struct Layer {
+  const bf16 *input_norm, *qkv, *attention_out, *mlp_norm, *gate_up, *down;  // products packed, see linear.h
+};
+
+struct Model {
+  int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab;
+  float norm_eps, scale;
+  const bf16 *embedding;  // packed
+  const bf16 *final_norm;
+  const bf16 *lm_head;  // packed; may be the embedding
+  const Layer *layers;
+};
+
+struct AttentionShape {
+  int32_t num_queries, context_len, num_layers, layer, num_heads, num_kv_heads, block_size, head_dim, window;
+};
+
+struct Batch {
+  int32_t num_tokens, num_sequences, num_samples, block_size;
+  const int64_t *token_ids, *positions;                         // [num_tokens]
+  const int32_t *query_starts, *context_lens, *table_starts;    // [num_sequences + 1], [num_sequences] twice
+  const int32_t *tables;                                        // blocks of all sequences
+  const int32_t *sample_rows;                                   // [num_samples]
+  const float *rotation;                                        // [positions][head_dim]: cosines, then sines
+  bf16 *pool;                                                   // [blocks][layers][2][kv_heads][block_size][head_dim]
+};
+}
+
+namespace {
+
+struct Item {
+  int sequence, first_query, num_queries, first_head, last_head;
+};
+
+struct Scratch {
+  std::vector<float> hidden, product;
+  std::vector<bf16> normed, mixed, queries;
+  std::vector<Pair> pairs;
+  std::vector<Item> items;
+  std::vector<AttentionScratch> attention;
+};
+
+// Elements of a layer's keys, or values.
+size_t part_size(const Model &m, const Batch &b) { return size_t(m.num_kv_heads) * b.block_size * m.head_dim; }
+
+bf16 *slot(const Model &m, const Batch &b, int layer, int part, int kv_head, int sequence, int position) {
+  const int block = b.tables[b.table_starts[sequence] + position / b.block_size];
+  const size_t layers = size_t(block) * m.num_layers + layer;
+  return b.pool + ((layers * 2 + part) * m.num_kv_heads + kv_head) * b.block_size * m.head_dim +
+         size_t(position % b.block_size) * m.head_dim;
+}
+
+void embed(const Model &m, int64_t token, float *to) {
+  const bf16 *tile = m.embedding + size_t(token / TILE) * TILE * m.hidden + token % TILE * 2;
+  for (int k = 0; k < m.hidden; k += 2, tile += 2 * TILE) {
+    to[k] = to_float(tile[0]);
+    to[k + 1] = to_float(tile[1]);
+  }
+}
+
+void rms_norm(const float *x, const bf16 *weight, bf16 *to, int n, float eps) {
+  Floats squares = Floats{};
+  for (int i = 0; i < n; i += LANES) squares += load<Floats>(x + i) * load<Floats>(x + i);
+  const float scale = 1.0f / std::sqrt(sum(squares) / n + eps);
+  for (int i = 0; i < n; i += LANES) store_bf16(to + i, load<Floats>(x + i) * scale * load_bf16(weight + i));
+}
+
+void add(float *x, const float *y, int n) {
+  for (int i = 0; i < n; i += LANES) store(x + i, load<Floats>(x + i) + load<Floats>(y + i));
+}
+
+// silu(gate) * up
+void gate(const float *gate_up, bf16 *to, int n) {
+  for (int i = 0; i < n; i += LANES) {
+    const Floats g = load<Floats>(gate_up + i);
+    store_bf16(to + i, g / (1.0f + exp(-g)) * load<Floats>(gate_up + n + i));
+  }
+}
+
+// Rotary embedding as Hugging Face has it: element i turns with element i + head_dim / 2.
+void rotate(const float *x, const float *rotation, bf16 *to, int head_dim) {
+  const int half = head_dim / 2;
+  for (int i = 0; i < half; i++) {
+    const float c = rotation[i], s = rotation[half + i];
+    to[i] = to_bf16(x[i] * c - x[i + half] * s);
+    to[i + half] = to_bf16(x[i + half] * c + x[i] * s);
+  }
+}
+
+class Pass {
+ public:
+  Pass(const Model &m, const Batch &b, Scratch &s) : m(m), b(b), s(s) {
+    heads_size = m.num_heads * m.head_dim;
+    kv_size = m.num_kv_heads * m.head_dim;
+    qkv_stride = padded(heads_size + 2 * kv_size);
+    gate_up_stride = padded(2 * m.intermediate);
+  }
+
+  // By every thread of the team.
+  void run(float *logits) {
+    each(b.num_tokens, [&](int t) { embed(m, b.token_ids[t], hidden(t)); });
+    for (int l = 0; l < m.num_layers; l++) layer(l, m.layers[l]);
+    each(b.num_samples, [&](int i) {
+      rms_norm(hidden(b.sample_rows[i]), m.final_norm, &s.normed[size_t(i) * m.hidden], m.hidden, m.norm_eps);
+    });
+    multiply(m.lm_head, s.normed.data(), logits, b.num_samples, m.hidden, m.vocab);
+  }
+
+ private:
+  const Model &m;
+  const Batch &b;
+  Scratch &s;
+  int heads_size, kv_size, qkv_stride, gate_up_stride;
+
+  float *hidden(int token) { return &s.hidden[size_t(token) * m.hidden]; }
+
+  void layer(int l, const Layer &w) {
+    const int T = b.num_tokens;
+    each(T, [&](int t) { rms_norm(hidden(t), w.input_norm, &s.normed[size_t(t) * m.hidden], m.hidden, m.norm_eps); });
+    multiply(w.qkv, s.normed.data(), s.product.data(), T, m.hidden, heads_size + 2 * kv_size);
+    store_kv(l);
+    attention(l);
+    multiply(w.attention_out, s.mixed.data(), s.product.data(), T, heads_size, m.hidden);
+    each(T, [&](int t) {
+      add(hidden(t), &s.product[size_t(t) * padded(m.hidden)], m.hidden);
+      rms_norm(hidden(t), w.mlp_norm, &s.normed[size_t(t) * m.hidden], m.hidden, m.norm_eps);
+    });
+    multiply(w.gate_up, s.normed.data(), s.product.data(), T, m.hidden, 2 * m.intermediate);
+    each(T, [&](int t) {
+      gate(&s.product[size_t(t) * gate_up_stride], &s.mixed[size_t(t) * m.intermediate], m.intermediate);
+    });
+    multiply(w.down, s.mixed.data(), s.product.data(), T, m.intermediate, m.hidden);
+    each(T, [&](int t) { add(hidden(t), &s.product[size_t(t) * padded(m.hidden)], m.hidden); });
+  }
+
+  void store_kv(int l) {
+    const int T = b.num_tokens;
+#pragma omp for schedule(static)
+    for (int t = 0; t < T; t++) {
+      const int sequence = int(std::upper_bound(b.query_starts, b.query_starts + b.num_sequences, t) - b.query_starts) - 1;
+      const int position = int(b.positions[t]);
+      const float *x = &s.product[size_t(t) * qkv_stride], *rotation = b.rotation + size_t(position) * m.head_dim;
+      for (int h = 0; h < m.num_heads; h++)
+        rotate(x + h * m.head_dim, rotation, &s.queries[size_t(t) * heads_size + h * m.head_dim], m.head_dim);
+      for (int h = 0; h < m.num_kv_heads; h++) {
+        rotate(x + heads_size + h * m.head_dim, rotation, slot(m, b, l, 0, h, sequence, position), m.head_dim);
+        bf16 *value = slot(m, b, l, 1, h, sequence, position);
+        const float *v = x + heads_size + kv_size + h * m.head_dim;
+        for (int i = 0; i < m.head_dim; i += LANES) store_bf16(value + i, load<Floats>(v + i));
+      }
+    }
+  }
+
+  void attention(int l) {
+    const int num_items = int(s.items.size()), group = m.num_heads / m.num_kv_heads;
+#pragma omp for schedule(dynamic, 1)
+    for (int i = 0; i < num_items; i++) {
+      const Item &item = s.items[i];
+      const int first = b.query_starts[item.sequence] + item.first_query;
+      const size_t per_part = part_size(m, b), at = size_t(first) * heads_size;
+      const Context kv = {b.pool, b.tables + b.table_starts[item.sequence], size_t(m.num_layers) * 2 * per_part,
+                          size_t(l) * 2 * per_part, (size_t(l) * 2 + 1) * per_part, b.block_size, m.head_dim};
+      const Queries of = {&s.queries[at], &s.mixed[at], size_t(heads_size), item.num_queries, int(b.positions[first]),
+                          item.first_head, item.last_head, group, 0, m.scale};
+      attend(kv, of, s.attention[thread()]);
+    }
+  }
+
+  // y [rows][padded(outputs)] = x [rows][columns] W^T. y is there for all threads when this returns.
+  void multiply(const bf16 *w, const bf16 *x, float *y, int rows, int columns, int outputs) {
+    if (rows == 0) return;
+    // Each thread packs whole steps, so that none of them is cut.
+    const int steps = (rows + MAX_ROWS - 1) / MAX_ROWS;
+#pragma omp for schedule(static)
+    for (int i = 0; i < steps; i++) {
+      const int first = i * MAX_ROWS, n = std::min(MAX_ROWS, rows - first);
+      pack_rows(x + size_t(first) * columns, &s.pairs[size_t(first) * (columns / 2)], n, columns);
+    }
+    const int tiles = padded(outputs) / TILE;
+#pragma omp for schedule(static)
+    for (int i = 0; i < tiles; i++) multiply_tiles(w, s.pairs.data(), y, rows, columns, padded(outputs), i, i + 1);
+  }
+
+  template <class Work> void each(int n, Work work) {
+#pragma omp for schedule(static)
+    for (int i = 0; i < n; i++) work(i);
+  }
+
+  static int thread() {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+  }
+};
+
+void prepare(const Model &m, const Batch &b, Scratch &s, int threads) {
+  const size_t T = b.num_tokens, heads = size_t(m.num_heads) * m.head_dim;
+  const int widest = std::max({int(heads) + 2 * m.num_kv_heads * m.head_dim, 2 * m.intermediate, m.hidden});
+  const size_t most_inputs = std::max({size_t(m.hidden), heads, size_t(m.intermediate)});
+  s.hidden.resize(T * m.hidden);
+  s.normed.resize(T * m.hidden);
+  s.product.resize(T * padded(widest));
+  s.mixed.resize(T * std::max(heads, size_t(m.intermediate)));
+  s.queries.resize(T * heads);
+  s.pairs.resize((T + MAX_ROWS) * most_inputs / 2);
+  s.attention.resize(threads);
+  s.items.clear();
+  // One item reads a block's heads one after the other, as they lie; with several threads each takes some of the heads.
+  const int heads_of_item = (m.num_kv_heads + threads - 1) / threads;
+  for (int i = 0; i < b.num_sequences; i++) {
+    const int n = b.query_starts[i + 1] - b.query_starts[i];
+    // From the back: the last queries have the most to read, and what is left at the end of a loop should be short.
+    for (int q = (n - 1) / QUERIES * QUERIES; q >= 0; q -= QUERIES)
+      for (int h = 0; h < m.num_kv_heads; h += heads_of_item)
+        s.items.push_back({i, q, std::min(QUERIES, n - q), h, std::min(h + heads_of_item, m.num_kv_heads)});
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+const char *kv_instruction_set() {
+#if defined(KV_BF16_DOT)
+  return "avx512_bf16";
+#elif defined(KV_AVX512)
+  return "avx512";
+#elif defined(__AVX2__)
+  return "avx2";
+#else
+  return "baseline";
+#endif
+}
+
+// W [rows][columns] row after row to tiles; rows beyond the last one are zeros. See linear.h.
+void kv_pack_weight(const bf16 *from, bf16 *to, int32_t rows, int32_t columns) {
+  for (int tile = 0; tile < padded(rows) / TILE; tile++, to += size_t(TILE) * columns)
+    for (int r = 0; r < TILE; r++) {
+      const int row = tile * TILE + r;
+      for (int k = 0; k < columns; k++) to[size_t(k / 2) * 2 * TILE + 2 * r + k % 2] = row < rows ? from[size_t(row) * columns + k] : 0;
+    }
+}
+
+// For tests: y [rows][padded(outputs)] = x [rows][columns] W^T.
+void kv_linear(const bf16 *w, const bf16 *x, float *y, int32_t rows, int32_t columns, int32_t outputs) {
+  std::vector<Pair> pairs(size_t(rows) * columns / 2);
+  pack_rows(x, pairs.data(), rows, columns);
+  multiply_tiles(w, pairs.data(), y, rows, columns, padded(outputs), 0, padded(outputs) / TILE);
+}
+
+// For tests: one layer's attention. q and out [queries][heads][head_dim], all queries of one sequence.
+void kv_attention(const bf16 *q, bf16 *out, const bf16 *pool, const int32_t *table, const AttentionShape *of, float scale) {
+  AttentionScratch scratch;
+  const size_t stride = size_t(of->num_heads) * of->head_dim;
+  const size_t per_part = size_t(of->num_kv_heads) * of->block_size * of->head_dim;
+  const Context kv = {pool, table, size_t(of->num_layers) * 2 * per_part, size_t(of->layer) * 2 * per_part,
+                      (size_t(of->layer) * 2 + 1) * per_part, of->block_size, of->head_dim};
+  for (int first = 0; first < of->num_queries; first += QUERIES) {
+    const Queries queries = {q + first * stride, out + first * stride, stride, std::min(QUERIES, of->num_queries - first),
+                             of->context_len - of->num_queries + first, 0, of->num_kv_heads,
+                             of->num_heads / of->num_kv_heads, of->window, scale};
+    attend(kv, queries, scratch);
+  }
+}
+
+void *kv_scratch_new() { return new Scratch(); }
+
+void kv_scratch_delete(void *scratch) { delete static_cast<Scratch *>(scratch); }
+
+// logits: [num_samples][vocab, rounded up to 32].
+void kv_forward(const Model *model, const Batch *batch, void *scratch, float *logits, int32_t num_threads) {
+  Scratch &s = *static_cast<Scratch *>(scratch);
+  prepare(*model, *batch, s, num_threads);
+  Pass pass(*model, *batch, s);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  pass.run(logits);
+}
+}

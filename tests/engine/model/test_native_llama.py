@@ -1,0 +1,142 @@
+"""The native forward pass against the dense float64 decoder, and against itself under every other batching."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dense_reference import dense_logits
+from tiny_llama import TINY, PagedRunner, Tensors, model_of, random_tensors, weights_of, with_heads
+
+from engine.batch import ForwardBatch
+from engine.config import ModelConfig, RopeScaling
+from engine.errors import InternalError
+from engine.model.native_llama import NativeLlama, obstacle
+from engine.model.registry import load_model
+from engine.native.decoder import NativeDecoder, load_decoder
+
+LLAMA3_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+CONFIGS = {
+    "grouped queries": TINY,
+    "one kv head": with_heads(3, 1),
+    "as many kv heads as heads": with_heads(4, 4),
+    "untied": replace(TINY, tie_word_embeddings=False),
+    "llama 3 rope scaling": replace(TINY, rope_scaling=LLAMA3_SCALING, rope_theta=500000.0),
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> NativeDecoder:
+    return load_decoder(tmp_path_factory.getbasetemp() / "native")
+
+
+def rounded(tensors: Tensors) -> Tensors:
+    return {name: torch.from_numpy(tensor).bfloat16().float().numpy() for name, tensor in tensors.items()}
+
+
+def runner(config: ModelConfig, decoder: NativeDecoder, *, num_threads: int = 1, block_size: int = 16) -> PagedRunner:
+    model = NativeLlama(config, weights_of(config, random_tensors(config), "bfloat16"), decoder, num_threads)
+    return PagedRunner(model, block_size=block_size, num_blocks=400, dtype="bfloat16")
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(TINY.vocab_size) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_as_near_to_float64_as_the_reference_in_bfloat16(name: str, decoder: NativeDecoder) -> None:
+    config, chunks = CONFIGS[name], [1, 30, 2, 77, 16, 24]
+    tensors, token_ids = rounded(random_tensors(config)), random_tokens(150)
+    expected = dense_logits(config, tensors, token_ids)
+
+    def error(logits: torch.Tensor) -> float:
+        return float(np.abs(logits.numpy() - expected).mean())
+
+    reference = PagedRunner(model_of(config, tensors, "bfloat16"), block_size=16, dtype="bfloat16")
+    native = runner(config, decoder)
+
+    assert error(native.run("a", token_ids, chunks)) <= 1.2 * error(reference.run("a", token_ids, chunks))
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
+def test_chunks_and_neighbours_change_no_bit(block_size: int, decoder: NativeDecoder) -> None:
+    token_ids = random_tokens(90)
+    whole = runner(TINY, decoder, block_size=block_size).run("a", token_ids, [90])
+
+    for chunks in ([1] * 90, [64, 1, 25], [7, 13, 40, 30]):
+        other = runner(TINY, decoder, block_size=block_size)
+        parts, start = [], 0
+        for number, size in enumerate(chunks):
+            step = {"a": token_ids[start : start + size]}
+            if number % 2:
+                step = {f"n{number}": random_tokens(number % 5 + 1, seed=number), **step}
+            parts.append(other.forward(step)["a"])
+            start += size
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_threads_change_no_bit(decoder: NativeDecoder) -> None:
+    prompts = {"a": random_tokens(70, 1), "b": random_tokens(3, 2), "c": random_tokens(33, 3)}
+    one = runner(with_heads(6, 3), decoder).forward(prompts)
+    three = runner(with_heads(6, 3), decoder, num_threads=3).forward(prompts)
+
+    assert all(torch.equal(one[name], three[name]) for name in prompts)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("block_tables", [[400]], "blocks 400 to 400 are not all in a pool of 400"),
+        ("block_tables", [[-1]], "blocks -1 to -1 are not all"),
+        ("token_ids", torch.tensor([5, 97]), "tokens 5 to 97 are not all in 97"),
+        ("token_ids", torch.tensor([-5, 3]), "tokens -5 to 3 are not all in 97"),
+        ("positions", torch.tensor([0, 99]), "sequence 0: its tokens are not the last of a context of 2"),
+    ],
+)
+def test_what_leads_outside_is_refused_before_anything_is_written(
+    field: str, value: object, message: str, decoder: NativeDecoder
+) -> None:
+    run = runner(TINY, decoder)
+    fields = {
+        "token_ids": torch.tensor([1, 2]),
+        "positions": torch.tensor([0, 1]),
+        "query_starts": [0, 2],
+        "context_lens": [2],
+        "block_tables": [[3]],
+        "sample_rows": [1],
+    }
+
+    with pytest.raises(InternalError, match=message):
+        run.model.forward(ForwardBatch(**fields | {field: value}), run.kv)
+    assert run.kv.pool.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "kv_dtype", "why"),
+    [
+        (TINY, "float32", "float32", "dtype is float32, not bfloat16"),
+        (TINY, "bfloat16", "int8", "kv_cache_dtype is int8, not bfloat16"),
+        (replace(TINY, head_dim=24), "bfloat16", "bfloat16", "head_dim 24 is no multiple of 16"),
+        (replace(TINY, head_dim=512), "bfloat16", "bfloat16", "head_dim 512 is more than 256"),
+        (TINY, "bfloat16", "bfloat16", None),
+    ],
+)
+def test_what_it_cannot_run_it_says(config: ModelConfig, dtype: str, kv_dtype: str, why: str | None) -> None:
+    assert obstacle(config, dtype, kv_dtype) == why
+
+
+@pytest.mark.model
+def test_the_real_model_draws_what_the_reference_draws(smollm2_folder: Path, decoder: NativeDecoder) -> None:
+    token_ids = [504, 3575, 282, 4649, 314, 7042, 30, 378, 3575, 282, 6388, 314]
+    native, reference = load_model(smollm2_folder, "bfloat16", decoder), load_model(smollm2_folder, "bfloat16")
+    logits = [
+        PagedRunner(model, block_size=16, num_blocks=8, dtype="bfloat16").run("a", token_ids, [12])
+        for model in (native, reference)
+    ]
+
+    assert logits[0].argmax(-1).tolist() == logits[1].argmax(-1).tolist()

@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from engine.errors import LinkClosed, ProtocolError
+from engine.errors import LinkClosed, ProtocolError, TransferError
 from kv_transfer.digest import BlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import Blocks, Hello, Meet, encode
@@ -123,12 +123,18 @@ def meet(connection: FrameSocket, pair: str, construct: Callable[[Store], GroupT
     `ProtocolError`.
     """
     store = PairStore(connection, check)
+    failure: TransferError
     try:
         return construct(PrefixStore(pair, store))
     except RuntimeError as error:  # all that torch raises; what the store raises comes through as it is
-        raise LinkClosed(f"no group with the peer: {first_line(error)}") from error
+        failure = LinkClosed(f"no group with the peer: {first_line(error)}")
+    except TransferError as error:
+        failure = type(error)(str(error))
     finally:
         store.seal()
+    # Anew and out here: the traceback of the first error, or of its cause, would keep the frames of `construct`, and
+    # with them the half-built group and its sockets, until the garbage collector takes the link and its error.
+    raise failure
 
 
 def first_line(error: BaseException) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import struct
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,6 +104,37 @@ def test_groups_leave_no_thread_and_no_descriptor_behind(
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
     assert once() == once()
+
+
+@pytest.mark.parametrize(
+    ("peer", "reason"),
+    [
+        ("is silent", "does not take part"),
+        ("introduces itself and is gone", "no group"),
+        ("hangs up", "sending failed"),
+    ],
+)
+def test_a_group_that_does_not_come_about_leaves_no_descriptor_to_the_garbage_collector(
+    ends: tuple[FrameSocket, FrameSocket], peer: str, reason: str
+) -> None:
+    ends[0].set_timeout(SHORT_S)
+    with suppress(LinkClosed):
+        join(ends[0], 0)
+    ours = ends[1].receive()
+    assert isinstance(ours, Meet)
+    if peer == "introduces itself and is gone":
+        ends[1].send(encode(replace(ours, key=ours.key[:-1] + "1")))
+    elif peer == "hangs up":
+        ends[1].shut_down()
+    gc.collect()
+    gc.disable()
+    try:
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(LinkClosed, match=reason) as failure:
+            join(ends[0], 0, SHORT_S)
+        assert len(os.listdir("/proc/self/fd")) == len(before), failure.value
+    finally:
+        gc.enable()
 
 
 def test_a_peer_that_says_nothing_is_given_up_in_time() -> None:

@@ -40,7 +40,7 @@ from engine.native.blocks import NativeBlockCopier, load_block_copier
 from kv_transfer.conversion import convert_block
 from kv_transfer.digest import BlockCopier
 from kv_transfer.faults import Direction, FaultInjector, FaultKind, FaultPlan
-from kv_transfer.identity import SHM, TCP, LinkEndpoint, PeerIdentity
+from kv_transfer.identity import GLOO, SHM, TCP, LinkEndpoint, PeerIdentity
 from kv_transfer.link import LinkSettings
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.reservation import ExpectedBlock, ReservationTable
@@ -59,7 +59,11 @@ TRANSFERS = 20
 """Of each lane, in one round."""
 RATE = 0.35
 """Of all frames, faults."""
-SETTINGS = LinkSettings(connect_timeout_s=2.0, handshake_timeout_s=0.1, progress_timeout_s=0.1)
+TRANSPORTS = ((SHM,), (TCP,), (SHM, TCP), (SHM, TCP), (SHM,), (TCP,), (GLOO,), (GLOO,))
+"""Of the lanes, in turn."""
+SETTINGS = LinkSettings(
+    connect_timeout_s=2.0, handshake_timeout_s=0.1, progress_timeout_s=0.1, transports=(SHM, TCP, GLOO)
+)
 LEASE_S = 0.4
 DEADLINE_S = 2.0
 BOUND_S = 20.0
@@ -121,7 +125,7 @@ class Lane:
         self.injector = FaultInjector(plan, source=self._pool, delay_s=DELAY_S, freeze_s=FREEZE_S)
         self._free = list(slots)
         self._generations = dict.fromkeys(slots, 0)
-        self._transports = ((SHM,), (TCP,), (SHM, TCP), (SHM, TCP))[number % 4]
+        self._transports = TRANSPORTS[number % len(TRANSPORTS)]
         self._serial = 0
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from enum import StrEnum
 
 from engine.errors import ConfigError
 from kv_transfer import frames
+from kv_transfer.digest import PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import LENGTH_BYTES, Block, Blocks, Frame
 from kv_transfer.pool import KvPool
@@ -129,6 +130,13 @@ class FaultInjector:
         with self._lock:
             self._remembered.append(sent)
 
+    def source_block(self, digest: bytes) -> memoryview | None:
+        """The block of `source` that has it; None if there is none, as where blocks are converted."""
+        assert self.source is not None, "the caller has looked"
+        blocks = [self.source.block(n) for n in range(self.source.num_blocks)]
+        digests = PythonBlockCopier().digests(blocks)
+        return blocks[digests.index(digest)] if digest in digests else None
+
     def recall(self, position: float) -> bytes:
         """One of the last frames that were sent, with its payload; empty if there was none."""
         with self._lock:
@@ -233,12 +241,11 @@ class _FaultySocket(FrameSocket):
     def _damaged(self, fault: Fault, frame: bytes, whole: bytes) -> bytes:
         if fault.in_payload and len(whole) > len(frame):
             return frame + flipped(whole[len(frame) :], fault.position)
-        source, offsets = self._injector.source, _offsets(frame) if fault.in_payload else []
-        if source is None or not offsets:
+        digests = _digests(frame) if fault.in_payload and self._injector.source is not None else []
+        block = self._injector.source_block(digests[int(fault.position * len(digests))]) if digests else None
+        if block is None:
             return flipped(frame, fault.position) + whole[len(frame) :]
-        offset = offsets[int(fault.position * len(offsets))]
-        target = source.block(offset // source.layout.block_bytes)
-        target[:] = flipped(bytes(target), fault.position)
+        block[:] = flipped(bytes(block), fault.position)
         return whole
 
 
@@ -259,12 +266,12 @@ def _split(encoded: bytes) -> Iterator[tuple[bytes, bool]]:
         start = end
 
 
-def _offsets(frame: bytes) -> list[int]:
-    """Where in the sender's pool the payloads of `frame` are, if they do not travel with it."""
+def _digests(frame: bytes) -> list[bytes]:
+    """Of the payloads that `frame` announces."""
     match frames.decode(frame[LENGTH_BYTES:]):
         case Blocks(entries=entries):
-            return [entry.offset for entry in entries if entry.offset is not None]
-        case Block(offset=int(offset)):
-            return [offset]
+            return [entry.digest for entry in entries]
+        case Block(digest=digest):
+            return [digest]
         case _:
             return []

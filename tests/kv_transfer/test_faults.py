@@ -254,6 +254,28 @@ def test_a_receiver_that_dies_at_any_frame_fails_the_transfer(transport: str, fr
         assert wire.prefill.listener.next() == Failed("t", LinkClosed)
 
 
+@pytest.mark.parametrize("kind", list(FaultKind))
+def test_over_gloo_a_transfer_ends_whatever_happens_to_a_frame_and_no_wrong_bytes_are_adopted(kind: FaultKind) -> None:
+    before = ["HELLO", "MEET", "RENEW"]
+    fault, settings = Fault(kind=kind, in_payload=True), replace(SETTINGS, progress_timeout_s=0.3)
+    with faulty("gloo", TO_RECEIVER, len(before), fault, settings, seconds=0.1) as (wire, _):
+        sources = [bytes(wire.prefill.pool.block(ordinal)) for ordinal in range(2)]
+        wire.begin("t", [5, 6], direct=True)
+        wire.send("t", [0])
+        wire.send("t", [1])
+        wire.prefill.sender.finish("t")
+
+        ended = wire.prefill.listener.next()
+        wire.decode.receiver.close(WAIT_S)
+
+        missing = wire.decode.table.missing("t")
+        assert isinstance(ended, Failed) or not missing
+        assert wire.decode.table.close("t") == frozenset()
+        adopted = [ordinal for ordinal in range(2) if ordinal not in missing]
+        assert all(bytes(wire.decode.pool.block(5 + ordinal)) == sources[ordinal] for ordinal in adopted)
+        assert kind is not FaultKind.FLIP or missing
+
+
 def test_a_plan_is_a_function_of_its_seed() -> None:
     def faults(seed: int) -> list[Fault | None]:
         plan = FaultPlan(rate=0.5, seed=seed)

@@ -61,6 +61,7 @@ bench: venv
 	$(PY) -m bench.startup
 	$(PY) -m bench.blocks
 	$(PY) -m bench.transfer
+	$(PY) -m bench.link_faults --faults 10000
 
 # Several gigabytes, in .venv-peers: only for comparing with other systems.
 bench-peers: venv

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.errors import RequestError
 from prefill_worker.shipment import Shipment
@@ -76,6 +78,28 @@ def test_smaller_blocks_wait_until_ours_is_full_and_cannot_be_replaced_any_more(
     assert taken_whole(s, 8) == [(0, 10), (1, 10)]
     assert taken_whole(s, 14) == [(2, 11), (3, 11)]
     assert s.handed_out == [10, 11]
+
+
+@given(st.sampled_from([8, 16, 32]), st.sampled_from([8, 16, 32]), st.integers(1, 100), st.data())
+def test_each_wanted_block_is_handed_out_once_with_all_its_tokens_when_none_of_ours_can_change(
+    theirs: int, ours: int, num_tokens: int, data: st.DataObject
+) -> None:
+    num_blocks, num_sources = -(-num_tokens // theirs), -(-num_tokens // ours)
+    wanted = sorted(data.draw(st.sets(st.integers(0, num_blocks - 1))))
+    steps = [*sorted(data.draw(st.sets(st.integers(0, num_tokens - 1)))), num_tokens]
+    s = Shipment(wanted, [bytes(32)] * num_blocks, num_tokens, theirs, ours)
+    handed_out = []
+
+    for computed in steps:
+        for block in s.take_complete(computed, range(num_sources)):  # our block n is the n-th of the sequence
+            sources = (block.source_block, *block.more_blocks)
+            tokens = range(block.ordinal * theirs, min((block.ordinal + 1) * theirs, num_tokens))
+            assert sources == tuple(range(tokens.start // ours, tokens[-1] // ours + 1))
+            assert all((n + 1) * ours <= computed or computed == num_tokens for n in sources)
+            handed_out.append(block.ordinal)
+
+    assert handed_out == wanted
+    assert sorted(set(s.handed_out)) == s.handed_out
 
 
 @pytest.mark.parametrize("ordinals", [[4], [1, 1], [2, 1], [0, 1, 2, 3, 4]])

@@ -53,7 +53,7 @@ class LinkSettings:
     max_unacked_bytes: int = 64 * 1024 * 1024
     """In flight on one link. Too low: the link idles between blocks. A single larger block is sent alone."""
     max_links: int = 256
-    """That one receiver serves at once, handshakes included."""
+    """That one receiver serves at once, handshakes included. One more ends the oldest handshake that is not over."""
     connection: Callable[[socket.socket, float], FrameSocket] = FrameSocket
     """Makes a link's connection of a connected socket and a time-out. Fault injection brings its own (faults.py)."""
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS

@@ -63,7 +63,8 @@ class KvReceiver:
         self._wake_accepter, self._accepter_woken = socket.socketpair()
         self._accepter = threading.Thread(target=self._accept_all, name="kv-accept", daemon=True)
         self._lock = threading.Lock()
-        self._links: set[ReceiverLink] = set()
+        self._links: dict[ReceiverLink, None] = {}
+        """In the order in which they came."""
         self._closing = threading.Event()
         self._transfers: OrderedDict[str, TransferStats] = OrderedDict()
 
@@ -180,20 +181,31 @@ class KvReceiver:
                 self._closing.wait(_NO_DESCRIPTOR_PAUSE_S)  # the connection stays in the backlog: do not spin on it
             return
         with self._lock:
-            reason = (
-                "closed" if self._closing.is_set() else "busy" if len(self._links) >= self.settings.max_links else None
-            )
+            reason = self._why_no_room()
             if reason is None:
                 link = ReceiverLink(self, sock)
-                self._links.add(link)
+                self._links[link] = None
                 link.thread.start()
         if reason is not None:
             self.counters.add("links_refused", reason)
             sock.close()
 
+    def _why_no_room(self) -> str | None:
+        """For one more link. Connections whose handshake is not over make room, the oldest first: a crowd of strangers
+        keeps no peer out."""
+        if self._closing.is_set():
+            return "closed"
+        if len(self._links) < self.settings.max_links:
+            return None
+        stranger = next((link for link in self._links if link.is_stranger), None)
+        if stranger is None or len(self._links) >= 2 * self.settings.max_links:
+            return "busy"
+        stranger.end()
+        return None
+
     def link_ended(self, link: ReceiverLink) -> None:
         with self._lock:
-            self._links.discard(link)
+            self._links.pop(link, None)
 
     def note_adoption(self, ticket_id: str, since: float, blocks: int, num_bytes: int, transport: str) -> None:
         """Blocks were adopted; the first of their ticket began at `since`."""

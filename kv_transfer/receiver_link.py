@@ -88,10 +88,13 @@ class ReceiverLink:
         """Open tickets that this link has named -> when the first frame of a block of it came."""
         self._acks: dict[str, list[int]] = {}
         """Ticket -> adopted ordinals that the sender does not know of yet."""
+        self.is_stranger = True
+        """Still in the handshake, and not told to end."""
         self.thread = threading.Thread(target=self._run, name="kv-receive", daemon=True)
 
     def end(self) -> None:
         """From any thread: wake the link's thread up, and let it stop."""
+        self.is_stranger = False
         self._connection.shut_down()
 
     def _run(self) -> None:
@@ -100,6 +103,7 @@ class ReceiverLink:
         try:
             receiver = self._receiver
             link = accept(self._connection, receiver.identity, receiver.kv, receiver.copier, receiver.settings)
+            self.is_stranger = False
             self._counters.add("links_accepted", link.intake.transport)
             self._serve(link)
         except TransferError as failure:

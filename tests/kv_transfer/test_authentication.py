@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -180,22 +181,37 @@ def test_a_hello_that_is_changed_on_its_way_proves_nothing(
         assert "authentication" in failed.message
 
 
+@pytest.mark.parametrize("change", [{"protocol": 1}, {"nonce": bytes(32)}], ids=["version", "nonce"])
+def test_a_challenge_that_is_changed_on_its_way_is_not_met(decode: DecodeSide, change: dict[str, Any]) -> None:
+    def forge(frame: Frame) -> Frame:
+        return replace(frame, **change) if isinstance(frame, Challenge) else frame
+
+    with fault_proxy(decode.receiver.endpoint(), "tcp") as proxy, prefill_side(KEYED) as prefill:
+        proxy.forge = forge
+        begin(prefill, decode, proxy.endpoint)
+
+        failed = prefill.listener.next()
+
+        assert isinstance(failed, Failed)
+        assert "authentication" in failed.message
+
+
 def test_the_proof_of_another_handshake_is_worth_nothing(decode: DecodeSide) -> None:
-    proofs: list[Proof] = []
+    heard: list[Frame] = []
 
     def listen(frame: Frame) -> Frame:
-        if isinstance(frame, Proof):
-            proofs.append(frame)
+        heard.append(frame)
         return frame
 
     with fault_proxy(decode.receiver.endpoint(), "tcp") as proxy, prefill_side(KEYED) as prefill:
         proxy.forge = listen
         begin(prefill, decode, proxy.endpoint)
         assert isinstance(prefill.listener.next(), Done)
+    hello, proof = (next(frame for frame in heard if isinstance(frame, kind)) for kind in (Hello, Proof))
     with stranger(decode) as connection:
-        connection.send(encode(HELLO))
+        connection.send(encode(hello))
         assert isinstance(connection.receive(), Challenge)
-        connection.send(encode(proofs[0]))
+        connection.send(encode(proof))
 
         refused = connection.receive()
 

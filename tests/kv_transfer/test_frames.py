@@ -21,10 +21,13 @@ from kv_transfer.frames import (
     Block,
     BlockEntry,
     Blocks,
+    Challenge,
     Finish,
     Frame,
     Hello,
+    Meet,
     Nack,
+    Proof,
     Refused,
     Renew,
     Welcome,
@@ -86,6 +89,9 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Abort, ticket_id=ids),
     st.builds(Ack, ticket_id=ids, ordinals=st.lists(u32, max_size=8).map(tuple)),
     st.builds(Nack, ticket_id=ids, ordinal=st.none() | u32, error=names, message=messages),
+    st.builds(Meet, key=messages, value=st.binary(max_size=512)),
+    st.builds(Challenge, protocol=u32, nonce=hashes),
+    st.builds(Proof, nonce=hashes, mac=hashes),
 )
 
 
@@ -139,7 +145,7 @@ msgpack_values = st.recursive(
 
 
 @settings(deadline=None)
-@given(st.integers(-1, 12), st.lists(msgpack_values, max_size=12))
+@given(st.integers(-1, 15), st.lists(msgpack_values, max_size=12))
 def test_fields_of_other_types_are_refused(kind: int, values: list[object]) -> None:
     try:
         decoded = frames.decode(msgpack.packb([kind, *values]))

@@ -307,9 +307,19 @@ def test_a_silent_stranger_is_let_go_after_the_handshake_time_out() -> None:
 
 
 def test_more_links_than_allowed_are_turned_away() -> None:
-    with decode_side(replace(SETTINGS, max_links=1)) as decode, dial(decode), dial(decode) as second:
-        assert second.recv(1) == b""
+    with decode_side(replace(SETTINGS, max_links=1)) as decode, dial(decode) as first:
+        connection = FrameSocket(first, WAIT_S)
+        connection.send(encode(HELLO))
+        assert isinstance(connection.receive(), Welcome)
+        with dial(decode) as second:
+            assert second.recv(1) == b""
         assert decode.receiver.stats().links_refused == {"busy": 1}
+
+
+def test_whoever_has_not_introduced_himself_makes_room() -> None:
+    with decode_side(replace(SETTINGS, max_links=1)) as decode, dial(decode) as silent:
+        assert isinstance(answer_to(decode, HELLO), Welcome)
+        assert silent.recv(1) == b""
 
 
 def test_a_link_begins_with_hello(decode: DecodeSide) -> None:

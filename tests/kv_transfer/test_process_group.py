@@ -151,10 +151,9 @@ def test_a_peer_that_says_nothing_is_given_up_in_time() -> None:
     [
         encode(Abort(ticket_id="t")),
         encode(Meet(key="k", value=b"v")) * 2,
-        b"".join(encode(Meet(key=str(number), value=b"v")) for number in range(100)),
         b"\xff" * 8,
     ],
-    ids=["another frame", "a key twice", "too many keys", "no frame"],
+    ids=["another frame", "a key twice", "no frame"],
 )
 def test_a_peer_that_talks_of_something_else_is_given_up(ends: tuple[FrameSocket, FrameSocket], said: bytes) -> None:
     ends[1].send(said)
@@ -217,6 +216,15 @@ def test_an_introduction_of_another_form_never_reaches_gloo(said: bytes) -> None
 def test_an_address_where_nobody_is_is_a_link_that_does_not_come_about(host: bytes, port: int, key: str) -> None:
     with pytest.raises(TransferError):
         rank_one_hears(introduction(host, port), key)
+
+
+@pytest.mark.parametrize("keys", [["k", "k"], [str(number) for number in range(100)]], ids=["one twice", "too many"])
+def test_a_store_takes_no_key_twice_and_few_keys(ends: tuple[FrameSocket, FrameSocket], keys: list[str]) -> None:
+    store = PairStore(ends[0], lambda ours, theirs: None)
+    ends[1].send(b"".join(encode(Meet(key=key, value=b"v")) for key in keys))
+
+    with pytest.raises(ProtocolError, match="Meet while the group is built"):
+        store.get("the right one")
 
 
 def test_a_store_knows_nothing_new_once_the_group_is_built(ends: tuple[FrameSocket, FrameSocket]) -> None:

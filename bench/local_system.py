@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from engine.errors import InternalError
 
@@ -37,14 +37,16 @@ class LocalSystem:
     def __enter__(self) -> Self:
         with self._stack as stack:
             self._log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            common = ["--model", str(self._model), "--port", "0"]
             workers = [
-                self._start(stack, role, ["--worker-id", f"{role}-{i}", *self._worker_flags])
+                spawn(stack, self._log, role, [*common, "--worker-id", f"{role}-{i}", *self._worker_flags])
                 for i, role in enumerate(self._roles)
             ]
-            addresses = [self._ready_line(worker)["address"] for worker in workers]
+            addresses = [ready_line(worker, self._log)["address"] for worker in workers]
             flags = [flag for address in addresses for flag in ("--worker", str(address))]
-            router = self._start(stack, "router", flags)
-            self.router_address = str(self._ready_line(router)["address"])
+            router = spawn(stack, self._log, "router", [*common, *flags])
+            self.router_address = str(ready_line(router, self._log)["address"])
+            self.pids = [process.pid for process in (*workers, router)]
             self._stack = stack.pop_all()
         return self
 
@@ -53,29 +55,27 @@ class LocalSystem:
     ) -> None:
         self._stack.close()
 
-    def _start(self, stack: ExitStack, module: str, flags: Sequence[str]) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, "--model", str(self._model), "--port", "0", *flags],
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        stack.callback(_stop, process)
-        self.pids.append(process.pid)
-        return process
 
-    def _ready_line(self, process: subprocess.Popen[str]) -> dict[str, Any]:
-        assert process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            line = process.stdout.readline() if selector.select(READY_TIMEOUT_S) else ""
-        if not line:
-            self._log.seek(0)
-            raise InternalError(
-                f"{process.args!r} ended or was not ready within {READY_TIMEOUT_S:.0f} s: {self._log.read()[-2000:]}"
-            )
-        ready: dict[str, Any] = json.loads(line)
-        return ready
+def spawn(stack: ExitStack, log: IO[str], module: str, flags: Sequence[str]) -> subprocess.Popen[str]:
+    """`python -m module` until `stack` is left: first asked to end, then killed."""
+    process = subprocess.Popen([sys.executable, "-m", module, *flags], stdout=subprocess.PIPE, stderr=log, text=True)
+    stack.callback(_stop, process)
+    return process
+
+
+def ready_line(process: subprocess.Popen[str], log: IO[str]) -> dict[str, Any]:
+    """The JSON object that a process prints when it serves. Raises `InternalError` with the end of `log` instead."""
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        line = process.stdout.readline() if selector.select(READY_TIMEOUT_S) else ""
+    if not line:
+        log.seek(0)
+        raise InternalError(
+            f"{process.args!r} ended or was not ready within {READY_TIMEOUT_S:.0f} s: {log.read()[-2000:]}"
+        )
+    ready: dict[str, Any] = json.loads(line)
+    return ready
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from engine.errors import ModelError, RequestError
 from engine.model_config import read_eos_token_ids, read_json_object
 
 __all__ = ["ChatMessage", "IncrementalDetokenizer", "Tokenizer"]
+
+MAX_CACHED_TOKENS = 1 << 16
+"""Whose text is remembered; a few MB where all are used."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -41,6 +45,9 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_of_char = _byte_level_alphabet() if byte_level else None
         self._sizes = _sizes(backend) if byte_level else None
+        # A router does these for every token of every stream.
+        self.visible_entry = lru_cache(MAX_CACHED_TOKENS)(self._visible_entry)
+        self.bytes_of_entry = lru_cache(MAX_CACHED_TOKENS)(self._bytes_of_entry)
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
@@ -110,7 +117,7 @@ class Tokenizer:
         if _is_byte(entry):
             return bytes([int(entry[3:5], 16)])
         if self._bytes_of_char is not None and token_id not in self._special_ids:
-            return _ByteLevelDecoder(self._bytes_of_char).bytes_of(entry)
+            return self.bytes_of_entry(entry)
         return str(entry).replace("\u2581", " ").encode()  # SentencePiece's space
 
     def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
@@ -121,17 +128,20 @@ class Tokenizer:
                 raise RequestError(field, f"is not valid Unicode: {error}") from error
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def visible(self, token_ids: Iterable[int]) -> list[tuple[int, str]]:
-        """(id, vocabulary entry) of those that give text: neither special nor outside the vocabulary."""
-        entries = ((token_id, self._backend.id_to_token(token_id)) for token_id in token_ids)
-        return [
-            (token_id, entry) for token_id, entry in entries if entry is not None and token_id not in self._special_ids
-        ]
+    def _visible_entry(self, token_id: int) -> str | None:
+        """The vocabulary's entry of a token that gives text: neither special nor outside the vocabulary."""
+        return None if token_id in self._special_ids else self._backend.id_to_token(token_id)
+
+    def _bytes_of_entry(self, entry: str) -> bytes:
+        """Of a byte-level vocabulary."""
+        assert self._bytes_of_char is not None
+        try:
+            return bytes([self._bytes_of_char[char] for char in entry])
+        except KeyError:  # an added token: its entry is its text
+            return entry.encode()
 
     def incremental_decoder(self) -> _ByteLevelDecoder | _WindowDecoder:
-        if self._bytes_of_char is not None:
-            return _ByteLevelDecoder(self._bytes_of_char)
-        return _WindowDecoder(self)
+        return _WindowDecoder(self) if self._bytes_of_char is None else _ByteLevelDecoder(self.bytes_of_entry)
 
 
 class IncrementalDetokenizer:
@@ -147,7 +157,9 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that became final with `token_ids`; empty while a character is incomplete."""
-        return "".join(self._decoder.push(*token) for token in self._tokenizer.visible(token_ids))
+        entry_of, push = self._tokenizer.visible_entry, self._decoder.push
+        entries = ((token_id, entry_of(token_id)) for token_id in token_ids)
+        return "".join([push(token_id, entry) for token_id, entry in entries if entry is not None])
 
     def flush(self) -> str:
         """The rest, once no token will follow."""
@@ -157,21 +169,15 @@ class IncrementalDetokenizer:
 class _ByteLevelDecoder:
     """For vocabularies whose entries stand for bytes (GPT-2, Llama 3, SmolLM2): exact, whatever the bytes are."""
 
-    def __init__(self, bytes_of_char: dict[str, int]) -> None:
-        self._bytes_of_char = bytes_of_char
+    def __init__(self, bytes_of_entry: Callable[[str], bytes]) -> None:
+        self._bytes_of_entry = bytes_of_entry
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int, entry: str) -> str:
-        return self._utf8.decode(self.bytes_of(entry))
+        return self._utf8.decode(self._bytes_of_entry(entry))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
-
-    def bytes_of(self, entry: str) -> bytes:
-        try:
-            return bytes([self._bytes_of_char[char] for char in entry])
-        except KeyError:  # an added token: its entry is its text
-            return entry.encode()
 
 
 class _WindowDecoder:

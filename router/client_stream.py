@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
@@ -31,8 +32,9 @@ class ClientStream:
         emit: Emit,
         clock: Callable[[], float],
         choice: int = 0,
+        min_gap_s: float = 0.0,
     ) -> None:
-        """`choice` numbers the outputs of one call."""
+        """`choice` numbers the outputs of one call; `min_gap_s` is the least time between messages of a fast output."""
         params = request.params
         self.log = TokenLog(request)
         self._request = request
@@ -41,6 +43,9 @@ class ClientStream:
         self._emit = emit
         self._clock = clock
         self._choice = choice
+        self._min_gap_s = min_gap_s
+        self._flushed_at = -math.inf
+        self._pause_s = 0.0
         self._pending: list[worker_pb2.Output] = []
         self._pending_text: list[str] = []
 
@@ -66,6 +71,15 @@ class ClientStream:
             return STOP
         return LENGTH if self.log.full or output.finish_reason == LENGTH else None
 
+    @property
+    def pause_s(self) -> float:
+        """How long to let tokens gather before the next `flush`.
+
+        Nothing for an output whose messages have `min_gap_s` between them anyway: its tokens never wait. A faster one
+        goes out in fewer, larger messages, of which a router can send only so many.
+        """
+        return self._pause_s
+
     async def flush(self) -> None:
         """Send what is pending as one message."""
         if not self._pending:
@@ -81,7 +95,11 @@ class ClientStream:
         if self._request.params.logprobs is not None:
             tokens.logprobs.extend(output.logprobs for output in outputs)
         await self._emit(router_pb2.GenerateResponse(tokens=tokens))
-        self._waterfall.emitted(self.log.num_outputs, self._clock())
+        now = self._clock()
+        self._waterfall.emitted(self.log.num_outputs, now)
+        fast = len(outputs) > 1 or now - self._flushed_at < self._min_gap_s
+        self._pause_s = self._min_gap_s if fast else 0.0
+        self._flushed_at = now
 
     async def finish(self, reason: FinishReason, cached_tokens: int, route: router_pb2.Route) -> router_pb2.Waterfall:
         """Send the last word, and return the waterfall that went with it."""

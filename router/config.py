@@ -60,6 +60,8 @@ class RouterConfig:
     """How long a finished request waits for the decode worker's account of the transfer."""
     local_prefill_max_tokens: int = 0
     """Prompts of at most this many tokens are computed by the decode worker; 0 splits all."""
+    min_gap_s: float = 0.01
+    """Between two messages to one client, of an output that is faster. Longer: fewer messages, more tokens in each."""
     max_unread_messages: int = 4096
     """Worker messages that may wait for one slow client; one more ends its request."""
     explain_capacity: int = 1000
@@ -107,8 +109,9 @@ class RouterConfig:
             raise ConfigError("tls_cert and tls_key are needed both, or none")
         if self.tls_client_ca and not self.tls_cert:
             raise ConfigError("tls_client_ca needs tls_cert and tls_key")
-        if self.local_prefill_max_tokens < 0:
-            raise ConfigError(f"local_prefill_max_tokens must be at least 0, got {self.local_prefill_max_tokens}")
+        for name in ("local_prefill_max_tokens", "min_gap_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.reconnect_max_s < self.reconnect_min_s:
             raise ConfigError(f"reconnect_max_s {self.reconnect_max_s} is below reconnect_min_s {self.reconnect_min_s}")
         if len(set(self.workers)) != len(self.workers):

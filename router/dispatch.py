@@ -157,7 +157,7 @@ class Dispatcher:
         self, request: GenerationRequest, emit: Emit, waterfall: WaterfallRecorder, choice: int = 0
     ) -> ClientStream:
         detokenizer = IncrementalDetokenizer(self._model.tokenizer)
-        return ClientStream(request, detokenizer, waterfall, emit, self._clock, choice)
+        return ClientStream(request, detokenizer, waterfall, emit, self._clock, choice, self._config.min_gap_s)
 
     async def _serve_further(self, first: _Job, number: int, emit: Emit) -> None:
         """Choice `number`. It finds the prompt's KV where the first one brought it."""
@@ -327,6 +327,8 @@ class Dispatcher:
             attempt.check_decode()
             if attempt.prefill is not None and attempt.kv_is_open and attempt.prefill_failed:
                 self._give_up_prefill(job, attempt, attempt.prefill)
+            if job.stream.pause_s:
+                await asyncio.sleep(job.stream.pause_s)
             await self._listen(job, attempt)
 
     async def _settle(self, attempt: Attempt) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.block_hash import TOKEN_BYTES, pack_tokens
+from engine.block_hash import TOKEN_BYTES
 from engine.errors import ProtocolError
 from engine.sampling_params import SamplingParams
 from kvrelay.v1 import common_pb2
@@ -40,33 +40,27 @@ class GenerationRequest:
 class TokenLog:
     """Prompt and output of one request, in order.
 
-    Invariant: output index i is appended exactly once, after i - 1 and before i + 1.
+    Invariant: output index i is appended exactly once, after i - 1 and before i + 1; `num_outputs` are there.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
-        self._request = request
         self._tokens = bytearray(request.prompt)
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self._tokens) // TOKEN_BYTES - self._request.num_prompt_tokens
+        self._limit = request.params.max_tokens
+        self.num_outputs = 0
 
     @property
     def full(self) -> bool:
         """Whether the output has all the tokens that it may have."""
-        return self.num_outputs >= self._request.params.max_tokens
+        return self.num_outputs >= self._limit
 
     def append(self, index: int, token_id: int) -> None:
         """Take output token `index`. On `ProtocolError` (a repeated or skipped index) the log is unchanged."""
         expected = self.num_outputs
-        if index != expected or self.full:
+        if index != expected or expected >= self._limit:
             raise ProtocolError(f"output index {index} came where {expected} of {self._limit} was next")
-        self._tokens += pack_tokens((token_id,))
+        self._tokens += token_id.to_bytes(TOKEN_BYTES, "little")
+        self.num_outputs = expected + 1
 
     def tokens(self) -> bytes:
         """Prompt, then output so far; little-endian u32."""
         return bytes(self._tokens)
-
-    @property
-    def _limit(self) -> int:
-        return self._request.params.max_tokens

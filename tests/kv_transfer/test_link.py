@@ -35,7 +35,7 @@ from kv_links import (
 from engine.errors import ConfigError, HandshakeRefused, InternalError, LinkClosed, ProtocolError
 from kv_transfer.digest import PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import CONVERTS, Abort, Ack, BlockEntry, Blocks, Frame, Hello, Nack, Refused, Welcome, encode
+from kv_transfer.frames import CONVERTS, Abort, Ack, BlockEntry, Blocks, Frame, Hello, Nack, Refused, Renew, Welcome, encode
 from kv_transfer.identity import LinkEndpoint, PeerIdentity
 from kv_transfer.link import LinkSettings
 from kv_transfer.receiver import KvReceiver
@@ -311,6 +311,8 @@ def test_more_links_than_allowed_are_turned_away() -> None:
         connection = FrameSocket(first, WAIT_S)
         connection.send(encode(HELLO))
         assert isinstance(connection.receive(), Welcome)
+        connection.send(encode(Renew(ticket_ids=("unknown",))))
+        assert isinstance(connection.receive(), Nack)  # the handshake is over at the other end too
         with dial(decode) as second:
             assert second.recv(1) == b""
         assert decode.receiver.stats().links_refused == {"busy": 1}

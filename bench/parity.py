@@ -5,9 +5,11 @@
 (a) Prompt token counts against the golden records (made with llama.cpp from the same GGUF).
 (b) Teacher-forced: at each golden step, our arg-max and the log-probability of the golden best token. llama.cpp
     quantizes activations, so an arg-max counts where the golden margin is 0.5 or more, a log-probability within 0.35.
-(c) The tokens of a split system (one prefill, one decode worker) against those of a single worker, in float32:
-    greedy, and sampled with a seed. Every prompt of the golden records, and the second turns of MT-bench.
+(c) The tokens of a split system (one prefill, one decode worker) against those of a single worker: greedy, and
+    sampled with a seed. Every prompt of the golden records, and the second turns of MT-bench.
 (d) Prompt tokens that the decode worker of the split system had to compute again.
+
+In float32; with --bfloat16 all of it in bfloat16 too, by the kernels that serve there (figures that end in `_bf16`).
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from rich.progress import track
 
 from bench.local_system import LocalSystem
 from bench.report import REPOSITORY, Goal, Report
-from cluster.config import default_model_dir
+from cluster.config import default_model_dir, native_dir
 from engine.batch import ForwardBatch
 from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
 from engine.model.registry import load_model
 from engine.model_store import resolve_model
+from engine.native.decoder import load_decoder
 from engine.tokenizer import ChatMessage, Tokenizer
 from kvrelay import Client, Generation
 
@@ -50,6 +53,8 @@ GOALS = (
     Goal("split_equal", "==", 1.0),
     Goal("split_equal_sampled", "==", 1.0),
     Goal("recomputed_tokens", "==", 0.0),
+    Goal("split_equal_bf16", "==", 1.0),
+    Goal("split_equal_sampled_bf16", "==", 1.0),
 )
 
 Prompt = str | list[dict[str, str]]
@@ -118,7 +123,8 @@ class TeacherForced:
 def teacher_forced(folder: Path, tokenizer: Tokenizer, records: Sequence[Golden], dtype: str) -> TeacherForced:
     """Compares our logits with the golden ones at every golden step, each record in one forward pass."""
     torch.set_num_threads(1)
-    model = load_model(folder, dtype)
+    decoder = load_decoder(native_dir()) if dtype == "bfloat16" else None
+    model = load_model(folder, dtype, decoder)
     config = model.config
     layout = KvLayout(
         num_layers=config.num_layers,
@@ -193,7 +199,7 @@ def _same_answer(ours: Generation, theirs: Generation) -> bool:
 @click.command(help="Split system against single worker, and both against golden records.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
 @click.option("--limit", type=int, default=None, help="Only the first N prompts of each kind.")
-@click.option("--bfloat16", is_flag=True, help="Part (b) in bfloat16 too, which is slow on CPUs without it.")
+@click.option("--bfloat16", is_flag=True, help="In bfloat16 too.")
 @click.option("--model", default="smollm2-135m", show_default=True)
 def main(as_json: bool, limit: int | None, bfloat16: bool, model: str) -> None:
     folder = resolve_model(model, default_model_dir())
@@ -204,6 +210,7 @@ def main(as_json: bool, limit: int | None, bfloat16: bool, model: str) -> None:
     counts = [len(encode(tokenizer, record.prompt)) == record.prompt_tokens for record in golden]
     report.figures["prompt_count_equal"] = sum(counts) / len(counts)
 
+    prompts = [record.prompt for record in golden] + second_turns(golden, tokenizer)[:limit]
     for dtype, suffix in (("float32", ""), ("bfloat16", "_bf16"))[: 2 if bfloat16 else 1]:
         forced = teacher_forced(folder, tokenizer, golden, dtype)
         report.figures[f"argmax_equal{suffix}"] = forced.argmax_equal / forced.argmax_judged
@@ -212,33 +219,32 @@ def main(as_json: bool, limit: int | None, bfloat16: bool, model: str) -> None:
             f"{dtype}: {forced.steps} steps, {forced.argmax_judged} with a margin of {MARGIN} or more; "
             f"largest difference of a best token's log-probability {forced.worst_logprob_difference:.3f}"
         )
-
-    prompts = [record.prompt for record in golden] + second_turns(golden, tokenizer)[:limit]
-    compare_systems(report, folder, prompts)
+        compare_systems(report, folder, prompts, dtype, suffix)
     report.print(as_json)
 
 
-def compare_systems(report: Report, folder: Path, prompts: Sequence[Prompt]) -> None:
+def compare_systems(report: Report, folder: Path, prompts: Sequence[Prompt], dtype: str, suffix: str) -> None:
     """Parts (c) and (d)."""
-    flags = ["--dtype", "float32", "--kv-memory-bytes", str(512 << 20)]
+    flags = ["--dtype", dtype, "--kv-memory-bytes", str(512 << 20), "--native-cache", str(native_dir())]
     single: dict[bool, list[Generation]] = {}
     split: dict[bool, list[Generation]] = {}
     for title, prefill, results in (("single worker", 0, single), ("split", 1, split)):
         with LocalSystem(folder, prefill=prefill, decode=1, worker_flags=flags) as system:
             for sampled in (False, True):
-                kind = "sampled" if sampled else "greedy"
+                kind = f"{dtype}, {'sampled' if sampled else 'greedy'}"
                 results[sampled] = generate_all(system.router_address, prompts, sampled, f"{title}, {kind}")
 
     for sampled, name in ((False, "split_equal"), (True, "split_equal_sampled")):
         pairs = list(zip(split[sampled], single[sampled], strict=True))
         equal = sum(_same_answer(ours, theirs) for ours, theirs in pairs)
-        report.figures[name] = equal / len(pairs)
+        report.figures[name + suffix] = equal / len(pairs)
     routes = [generation.route for results in split.values() for generation in results]
-    report.figures["recomputed_tokens"] = sum(route.recomputed_tokens for route in routes)
-    report.figures["prompts"] = len(prompts)
-    report.figures["split_requests_prefilled_remotely"] = sum(bool(route.prefill_worker) for route in routes)
-    report.figures["blocks_adopted"] = sum(route.blocks_adopted for route in routes)
-    report.peers["split_requests_prefilled_remotely"] = len(routes)
+    report.figures["recomputed_tokens" + suffix] = sum(route.recomputed_tokens for route in routes)
+    report.figures["prompts" + suffix] = len(prompts)
+    remote = "split_requests_prefilled_remotely" + suffix
+    report.figures[remote] = sum(bool(route.prefill_worker) for route in routes)
+    report.figures["blocks_adopted" + suffix] = sum(route.blocks_adopted for route in routes)
+    report.peers[remote] = len(routes)
 
 
 if __name__ == "__main__":

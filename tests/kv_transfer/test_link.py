@@ -35,7 +35,20 @@ from kv_links import (
 from engine.errors import ConfigError, HandshakeRefused, InternalError, LinkClosed, ProtocolError
 from kv_transfer.digest import PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import CONVERTS, Abort, Ack, BlockEntry, Blocks, Frame, Hello, Nack, Refused, Renew, Welcome, encode
+from kv_transfer.frames import (
+    CONVERTS,
+    Abort,
+    Ack,
+    BlockEntry,
+    Blocks,
+    Frame,
+    Hello,
+    Nack,
+    Refused,
+    Renew,
+    Welcome,
+    encode,
+)
 from kv_transfer.identity import LinkEndpoint, PeerIdentity
 from kv_transfer.link import LinkSettings
 from kv_transfer.receiver import KvReceiver

@@ -76,6 +76,35 @@ def test_a_receiver_that_stops_reading_is_given_up_by_the_deadline(transport: st
             gate.open()
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_receiver_that_stops_reading_delays_nobody_elses_blocks(transport: str) -> None:
+    gate = Gate()
+
+    def hold(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
+        gate.hold()
+        return [encoded + payload]
+
+    small = replace(SETTINGS, max_unacked_bytes=4 * BLOCK_BYTES)
+    with decode_side() as slow, decode_side() as quick, prefill_side(small) as prefill:
+        with fault_proxy(slow.receiver.endpoint(), transport) as proxy:
+            proxy.to_receiver = hold
+            begun = ticket("slow", proxy.endpoint, slow.expect("slow", list(range(20))))
+            prefill.sender.open("slow", begun, in_time())
+            prefill.sender.send("slow", outgoing(range(20)))
+            gate.wait_until_reached()
+            endpoint = only(quick.receiver.endpoint(), transport)
+            prefill.sender.open("quick", ticket("quick", endpoint, quick.expect("quick", list(range(20)))), in_time())
+            prefill.sender.send("quick", outgoing(range(20)))
+            prefill.sender.finish("quick")
+
+            ended = prefill.listener.next()
+            assert isinstance(ended, Done)
+            assert ended.request_id == "quick"
+            gate.open()
+            prefill.sender.finish("slow")
+            assert isinstance(prefill.listener.next(), Done)
+
+
 @pytest.mark.parametrize(
     ("wire", "cut"),
     [

@@ -77,12 +77,13 @@ def router_address(router: str | None, cluster: str | None) -> str:
 
 
 def echo_json(value: Any) -> None:
-    """A dataclass of `kvrelay.types`, or plain JSON values; bytes as hexadecimal digits."""
-    plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-    click.echo(json.dumps(plain, default=_hex, ensure_ascii=False))
+    """Dataclasses of `kvrelay.types`, or plain JSON values; bytes as hexadecimal digits."""
+    click.echo(json.dumps(value, default=_plain, ensure_ascii=False))
 
 
-def _hex(value: object) -> str:
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
     if isinstance(value, bytes):
         return value.hex()
     raise TypeError(f"{type(value).__name__} has no JSON form here")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -14,7 +14,7 @@ from rich.text import Text
 from cluster.cli import one_line
 from cluster.cli_common import Endpoint, echo_json, json_option, router_option
 from engine.errors import UnavailableError
-from kvrelay import Client, ClusterStatus, Explanation, WorkerStatus
+from kvrelay import Client, ClusterStatus, Explanation, PricedPair, WorkerStatus
 from kvrelay.summary import format_bytes, summarize_route, summarize_waterfall
 
 TIMEOUT_S = 10.0
@@ -41,12 +41,23 @@ def status(endpoint: Endpoint, as_json: bool, watch: bool) -> None:
 
 
 @click.command()
-@click.argument("request_id")
+@click.argument("request_id", required=False)
 @router_option
 @json_option
-def explain(request_id: str, endpoint: Endpoint, as_json: bool) -> None:
-    """Show how the request REQUEST_ID was placed, and what happened. Routers remember recent requests only."""
+@click.option("--last", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many to list.")
+def explain(request_id: str | None, endpoint: Endpoint, as_json: bool, last: int) -> None:
+    """Show how the request REQUEST_ID was placed, and what happened; without it, list the last requests.
+
+    Routers remember recent requests only.
+    """
     with endpoint.client(TIMEOUT_S) as client:
+        if request_id is None:
+            recent = client.recent(last)
+            if as_json:
+                echo_json(recent)
+            else:
+                _console().print(recent_view(recent))
+            return
         explanation = client.explain(request_id)
     if as_json:
         echo_json(explanation)
@@ -69,21 +80,66 @@ def status_view(status: ClusterStatus) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     for worker in status.workers:
         table.add_row(*_cells(worker))
-    return Group(Text(headline), table, *_remarks(status.workers))
+    return Group(Text(headline), table, *_remarks(status.workers), *_prediction(status))
+
+
+def _prediction(status: ClusterStatus) -> Iterator[Text]:
+    """What the router believes to be resident where, and how good its estimates were."""
+    index = status.prefix_index
+    if index.keys or index.speculative_keys:
+        size = f"{format_bytes(index.num_bytes)} of {format_bytes(index.max_bytes)}"
+        keys = f"{index.keys} keys, {index.speculative_keys} expected, {index.evictions} evicted"
+        yield Text(f"prefix index: {keys}, {size}")
+    if status.term_errors:
+        told = ", ".join(f"{e.name} {e.mean_ms:+.1f} (off by {e.mean_abs_ms:.1f})" for e in status.term_errors)
+        yield Text(f"estimates less actual, mean ms: {told}")
 
 
 def explanation_view(explanation: Explanation) -> RenderableType:
     title = Text(f"request {explanation.request_id}: {explanation.outcome}")
     told = [*summarize_route(explanation.route), *summarize_waterfall(explanation.waterfall)]
-    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("prefill", "decode"):
         table.add_column(name, no_wrap=True)
-    table.add_column("estimate, ms", justify="right")
+    for name in ("estimate, ms", "may cost more", "cached"):
+        table.add_column(name, justify="right")
     table.add_column("made of")
     for pair in explanation.considered:
         terms = " + ".join(f"{term.name} {term.ms:.1f}" for term in pair.terms)
-        table.add_row(pair.prefill_worker or pair.decode_worker, pair.decode_worker, f"{pair.total_ms:.1f}", terms)
-    return Group(title, *map(Text, told), Text("considered, cheapest first; the first was chosen:"), table)
+        numbers = (f"{pair.total_ms:.1f}", f"{pair.affinity_ms:.1f}", str(pair.cached_tokens))
+        table.add_row(pair.prefill_worker or pair.decode_worker, pair.decode_worker, *numbers, terms)
+    chosen = [_outcome_view(pair) for pair in explanation.considered[:1]]
+    considered = Text("considered, best first by price less what it may cost more; the first was chosen:")
+    return Group(title, *map(Text, told), *chosen, considered, table)
+
+
+def recent_view(recent: Sequence[Explanation]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("request", "outcome", "prefill", "decode"):
+        table.add_column(name)
+    for name in ("estimate, ms", "TTFT, ms", "cached: expected", "found"):
+        table.add_column(name, justify="right")
+    for explanation in recent:
+        cells = [explanation.request_id, explanation.outcome]
+        for pair in explanation.considered[:1]:
+            found = "-" if pair.found_cached_tokens is None else str(pair.found_cached_tokens)
+            cells += [pair.prefill_worker or pair.decode_worker, pair.decode_worker, f"{pair.total_ms:.1f}"]
+            cells += [f"{explanation.waterfall.ttft_us / 1000:.1f}", str(pair.cached_tokens), found]
+        table.add_row(*cells)
+    return table if recent else Text("no request yet")
+
+
+def _outcome_view(pair: PricedPair) -> RenderableType:
+    """Of the chosen pair: estimate beside what came of it."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("term")
+    for name in ("estimated, ms", "actual, ms"):
+        table.add_column(name, justify="right")
+    for term in pair.terms:
+        table.add_row(term.name, f"{term.ms:.1f}", "-" if term.actual_ms is None else f"{term.actual_ms:.1f}")
+    found = "-" if pair.found_cached_tokens is None else str(pair.found_cached_tokens)
+    table.add_row("cached tokens", str(pair.cached_tokens), found)
+    return table
 
 
 def format_duration(seconds: int) -> str:
@@ -146,6 +202,8 @@ def _remarks(workers: tuple[WorkerStatus, ...]) -> Iterator[Text]:
             yield Text(f"{worker.worker_id}: {worker.detail}", style="yellow")
         if worker.blocks_leased or worker.blocks_quarantined:
             yield Text(f"{worker.worker_id}: {worker.blocks_leased} leased, {worker.blocks_quarantined} quarantined")
+        if worker.blocks_state not in ("", "live"):
+            yield Text(f"{worker.worker_id}: what it holds is {worker.blocks_staleness_s:.1f} s old", style="yellow")
         if worker.errors:
             counts = ", ".join(f"{name} {count}" for name, count in sorted(worker.errors.items()))
             yield Text(f"{worker.worker_id} errors: {counts}")

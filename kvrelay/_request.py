@@ -147,6 +147,13 @@ def check_timeout(timeout_s: float | None, default_s: float = DEFAULT_TIMEOUT_S)
     return float(timeout_s)
 
 
+def check_limit(limit: int) -> int:
+    """Raises `RequestError` for what the wire cannot carry."""
+    if not 1 <= limit < 2**32:
+        raise RequestError("limit", f"must be in [1, 2^32), got {limit}")
+    return limit
+
+
 def check_request_id(request_id: str) -> str:
     if not _text("request_id", request_id):
         raise RequestError("request_id", "must not be empty")

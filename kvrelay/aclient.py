@@ -161,6 +161,12 @@ class AsyncClient:
         """The router's view of its workers."""
         return ClusterStatus.from_proto(await self._unary(self._admin.Status, router_pb2.StatusRequest(), timeout_s))
 
+    async def recent(self, limit: int = 20, *, timeout_s: float | None = None) -> tuple[Explanation, ...]:
+        """The last requests of the router, newest first, each with the pair that was chosen."""
+        message = router_pb2.ListRecentRequest(limit=_request.check_limit(limit))
+        response = await self._unary(self._router.ListRecent, message, timeout_s)
+        return tuple(Explanation.from_proto(entry) for entry in response.requests)
+
     async def explain(self, request_id: str, *, timeout_s: float | None = None) -> Explanation:
         """How a recent request was placed, and what happened then. Routers forget old requests."""
         message = router_pb2.ExplainRequest(request_id=_request.check_request_id(request_id))

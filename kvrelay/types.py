@@ -187,6 +187,13 @@ class ModelCard:
 class PriceTerm:
     name: str
     ms: float
+    """Estimated."""
+    actual_ms: float | None = None
+    """What came of it, where that was measured."""
+
+    @classmethod
+    def from_proto(cls, message: router_pb2.PriceTerm) -> Self:
+        return cls(message.name, message.ms, message.actual_ms if message.HasField("actual_ms") else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +205,24 @@ class PricedPair:
     decode_worker: str
     total_ms: float
     terms: tuple[PriceTerm, ...]
+    affinity_ms: float = 0.0
+    """What it may cost more than a pair that holds nothing of the prompt."""
+    cached_tokens: int = 0
+    """That the worker which computes the prompt was believed to hold."""
+    found_cached_tokens: int | None = None
+    """That it turned out to hold, where that is known."""
 
     @classmethod
     def from_proto(cls, message: router_pb2.PricedPair) -> Self:
-        terms = tuple(PriceTerm(term.name, term.ms) for term in message.terms)
-        return cls(message.prefill_worker, message.decode_worker, message.total_ms, terms)
+        return cls(
+            prefill_worker=message.prefill_worker,
+            decode_worker=message.decode_worker,
+            total_ms=message.total_ms,
+            terms=tuple(PriceTerm.from_proto(term) for term in message.terms),
+            affinity_ms=message.affinity_ms,
+            cached_tokens=message.cached_tokens,
+            found_cached_tokens=message.found_cached_tokens if message.HasField("found_cached_tokens") else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +231,7 @@ class Explanation:
 
     request_id: str
     considered: tuple[PricedPair, ...]
-    """Cheapest first; the first one was chosen."""
+    """The first one was chosen. Best first, by price less affinity."""
     route: Route
     waterfall: Waterfall
     outcome: str
@@ -253,6 +273,12 @@ class WorkerStatus:
     resident_bytes: int
     errors: dict[str, int]
     """Counted typed errors, by class name."""
+    blocks_state: str
+    """ "asked", "listing" or "live"; empty if it does not tell what it holds."""
+    blocks_staleness_s: float
+    """How old what the router has noted of its blocks may be."""
+    blocks_lists: int
+    """Asked for in this session. More than one: changes were lost or differed."""
 
     @classmethod
     def from_proto(cls, message: router_pb2.WorkerStatus) -> Self:
@@ -276,7 +302,42 @@ class WorkerStatus:
             decode_step_ms=message.decode_step_ms,
             resident_bytes=message.resident_bytes,
             errors=dict(message.errors),
+            blocks_state=message.blocks_state,
+            blocks_staleness_s=message.blocks_staleness_s,
+            blocks_lists=message.blocks_lists,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixIndexStatus:
+    """What a router has noted of the blocks that are resident at its workers."""
+
+    keys: int
+    speculative_keys: int
+    num_bytes: int
+    max_bytes: int
+    evictions: int
+
+    @classmethod
+    def from_proto(cls, message: router_pb2.PrefixIndexStatus) -> Self:
+        return cls(
+            keys=message.keys,
+            speculative_keys=message.speculative_keys,
+            num_bytes=message.num_bytes,
+            max_bytes=message.max_bytes,
+            evictions=message.evictions,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TermError:
+    """How far estimates of one term of a price were from what happened."""
+
+    name: str
+    count: int
+    mean_ms: float
+    """Of estimate less actual."""
+    mean_abs_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +355,8 @@ class ClusterStatus:
     """By their client."""
     requests_refused: int
     """They could never be served."""
+    prefix_index: PrefixIndexStatus
+    term_errors: tuple[TermError, ...]
 
     @classmethod
     def from_proto(cls, message: router_pb2.StatusResponse) -> Self:
@@ -307,6 +370,10 @@ class ClusterStatus:
             requests_failed=message.requests_failed,
             requests_cancelled=message.requests_cancelled,
             requests_refused=message.requests_refused,
+            prefix_index=PrefixIndexStatus.from_proto(message.prefix_index),
+            term_errors=tuple(
+                TermError(error.name, error.count, error.mean_ms, error.mean_abs_ms) for error in message.term_errors
+            ),
         )
 
 

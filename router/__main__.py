@@ -69,9 +69,9 @@ async def serve(config: RouterConfig, grace_s: float) -> None:
 @click.option(
     "--local-prefill-max-tokens",
     type=int,
-    default=0,
+    default=128,
     show_default=True,
-    help="The decode worker computes prompts of at most this many tokens.",
+    help="Of a prompt, what a decode worker may compute itself at most, where that is faster.",
 )
 @click.option(
     "--routing-seed", type=int, default=0, show_default=True, help="The same for all routers of a cluster, best secret."

@@ -104,6 +104,12 @@ class Attempt:
         at_prefill = self.prefilled.cached_tokens if self.prefilled is not None else 0
         return min(max(at_decode, at_prefill), request.num_prompt_tokens)
 
+    def cached_tokens_where_computed(self) -> int:
+        """Tokens whose KV the worker that computed the prompt had already."""
+        if self.prefilled is not None:
+            return self.prefilled.cached_tokens
+        return self.reserved.ticket.cached_tokens if self.reserved is not None else 0
+
     def route(self) -> router_pb2.Route:
         handed_over = self.handed_over or worker_pb2.HandedOver()
         prefilled = self.prefilled or worker_pb2.Prefilled()

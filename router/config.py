@@ -58,8 +58,9 @@ class RouterConfig:
     """Of the time that is left, how much the prefill worker may take before the decode worker computes instead."""
     handover_wait_s: float = 2.0
     """How long a finished request waits for the decode worker's account of the transfer."""
-    local_prefill_max_tokens: int = 0
-    """Prompts of at most this many tokens are computed by the decode worker; 0 splits all."""
+    local_prefill_max_tokens: int = 128
+    """A decode worker may compute so many tokens of a prompt itself, those that it does not hold, where that is
+    estimated to be faster; 0 splits all. Too high: running streams wait for prompts."""
     min_gap_s: float = 0.01
     """Between two messages to one client, of an output that is faster. Longer: fewer messages, more tokens in each."""
     max_unread_messages: int = 4096

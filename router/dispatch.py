@@ -30,7 +30,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from engine.block_hash import TOKEN_BYTES, BlockIdentity, extend_chain, pack_tokens
+from engine.block_hash import pack_tokens
 from engine.errors import NoFreeBlocks, NoWorkers, ProtocolError, QueueFull
 from engine.tokenizer import IncrementalDetokenizer
 from kvrelay._wire import finish_reason_from_proto
@@ -42,7 +42,7 @@ from router.choices import all_or_none, choice_of, one_at_a_time
 from router.client_stream import ClientStream, Emit, FinishReason
 from router.config import RouterConfig
 from router.explain import History, RequestRecord
-from router.policy import PlacementRequest, PricedPair, price_pairs
+from router.placement import Placed, Placer
 from router.prompts import Prompts
 from router.registry import Registry
 from router.request import GenerationRequest
@@ -97,6 +97,7 @@ class Dispatcher:
         self._config = config
         self._model = model
         self._registry = registry
+        self._placer = Placer(config, registry, clock)
         self._clock = clock
         self._draw_seed = draw_seed
         self._attempts = itertools.count(1)
@@ -174,10 +175,10 @@ class Dispatcher:
         for number in range(1, self._config.max_attempts + 1):
             if failure is not None:
                 job.waterfall.begin_attempt(self._clock())
-            pairs = await self._place(job, failure)
+            placed = await self._place(job, failure)
             job.waterfall.mark("place", self._clock())
             try:
-                reason, attempt = await self._attempt(job, pairs, number)
+                reason, attempt = await self._attempt(job, placed, number)
             except AttemptFailed as failed:
                 failure = failed
                 await self._take_back(job, failed, number)
@@ -185,6 +186,9 @@ class Dispatcher:
             job.record.route = attempt.route()
             job.record.waterfall = await job.stream.finish(reason, job.cached_tokens, job.record.route)
             job.record.outcome = finish_reason_from_proto(reason) or ""
+            if number == 1:
+                actual_ms = self._placer.learn(placed, attempt, job.record.waterfall)
+                self.history.settle(job.record, actual_ms, attempt.cached_tokens_where_computed())
             job.prompt_ready.set()
             return
         assert failure is not None
@@ -198,17 +202,17 @@ class Dispatcher:
             raise failed.error
         (job.lost if failed.lost else job.refused).add(failed.worker_id)
 
-    async def _place(self, job: _Job, failure: AttemptFailed | None) -> Sequence[PricedPair]:
-        """Pairs of ready workers, best first. If there is none, wait for a decode worker, but not for long."""
+    async def _place(self, job: _Job, failure: AttemptFailed | None) -> Placed:
+        """A pair of ready workers. If there is none, wait for a decode worker, but not for long."""
         wait_s = min(self._no_worker_wait_s(), job.live.remaining_s() * NO_WORKER_SHARE)
         try:
             async with asyncio.timeout(wait_s):
                 while True:
                     self._check_fits(job.request)
-                    pairs = self._price(job)
-                    if pairs:
-                        job.record.placed(pairs)
-                        return pairs
+                    placed = self._decide(job)
+                    if placed is not None:
+                        job.record.placed(placed.placement)
+                        return placed
                     if failure is not None and self._registry.is_ready():
                         raise failure.error  # every decode worker that there is has refused
                     await self._registry.changed()
@@ -231,23 +235,15 @@ class Dispatcher:
             why = f"the KV pool of {worker.worker_id} holds {worker.pool_tokens} tokens"
         validate.check_length(request, worker.max_request_tokens, why)
 
-    def _price(self, job: _Job) -> Sequence[PricedPair]:
-        workers = self._registry.snapshots()
-        block_size = next((worker.block_size for worker in workers), 1)
-        # A routing key only: KV type and adapter do not matter for who meets whom.
-        root = BlockIdentity(self._model.fingerprint, "", block_size).root(job.request.scope)
-        placement = PlacementRequest(
-            num_tokens=job.num_tokens,
-            max_total_tokens=job.request.max_total_tokens,
-            key=extend_chain(root, job.request.prompt[: block_size * TOKEN_BYTES]),
-            split=job.num_tokens > self._config.local_prefill_max_tokens,
+    def _decide(self, job: _Job) -> Placed | None:
+        request, tokens = job.request, job.stream.log.tokens()
+        return self._placer.place(request, tokens, job.refused | job.lost) or self._placer.place(
+            request, tokens, job.refused
         )
-        return price_pairs(workers, placement, job.refused | job.lost) or price_pairs(workers, placement, job.refused)
 
-    async def _attempt(self, job: _Job, pairs: Sequence[PricedPair], number: int) -> tuple[FinishReason, Attempt]:
-        """Run the request on the first pair until its output is complete. Raises `AttemptFailed`."""
-        pair = pairs[0]
-        only_one = len({other.decode_worker for other in pairs}) == 1
+    async def _attempt(self, job: _Job, placed: Placed, number: int) -> tuple[FinishReason, Attempt]:
+        """Run the request on a pair until its output is complete. Raises `AttemptFailed`."""
+        pair = placed.placement
         wire_id = f"{job.request.request_id}.{next(self._attempts)}"
         capacity = self._config.max_unread_messages
         inbox = Inbox(capacity, lambda: job.live.abort(_too_slow(capacity)))
@@ -257,7 +253,7 @@ class Dispatcher:
             if pair.prefill_worker:
                 prefill = lanes.enter_context(self._registry.session(pair.prefill_worker).open(wire_id, inbox))
             attempt = Attempt(number, wire_id, inbox, decode, prefill)
-            await self._reserve(job, attempt, patient=only_one)
+            await self._reserve(job, attempt, placed, patient=pair.num_decode_workers == 1)
             reason = None if prefill is None else await self._prefill(job, attempt, prefill)
             if reason is None:
                 reason = await self._relay(job, attempt)
@@ -265,13 +261,14 @@ class Dispatcher:
                 await self._settle(attempt)
             return reason, attempt
 
-    async def _reserve(self, job: _Job, attempt: Attempt, *, patient: bool) -> None:
+    async def _reserve(self, job: _Job, attempt: Attempt, placed: Placed, *, patient: bool) -> None:
         """Step 3. Unless `patient`, the worker gets a share of the time only, so that another can still be asked."""
         wait_s = None if patient else job.live.remaining_s() * self._config.reserve_share
         reserve = self._fill(job, attempt, worker_pb2.Reserve(compute_here=attempt.local))
         if attempt.local:
             attempt.decode.tokens_to_compute = job.num_tokens
         attempt.decode.send(worker_pb2.SessionRequest(reserve=reserve))
+        self._placer.dispatched(placed)
         try:
             async with asyncio.timeout(wait_s):
                 while attempt.reserved is None:

@@ -65,6 +65,14 @@ class FrontDoor:
         explained.request_id = request_id
         return explained
 
+    def recent(self, tenant: Tenant, limit: int) -> list[router_pb2.ExplainResponse]:
+        """The last requests of this tenant, newest first, each with the pair that was chosen."""
+        prefix = tenant.qualified("")
+        told = [record.to_proto(max_pairs=1) for record in self._dispatcher.history.recent(limit, prefix)]
+        for explained in told:
+            explained.request_id = explained.request_id.removeprefix(prefix)
+        return told
+
     async def tokenize(self, message: router_pb2.TokenizeRequest, timeout_s: float | None) -> bytes:
         """Token ids, little-endian u32. Raises what `Prompts.tokens` raises, or `DeadlineExceeded`."""
         timeout_s = self._config.default_timeout_s if timeout_s is None else timeout_s

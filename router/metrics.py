@@ -17,6 +17,8 @@ from engine.errors import EngineError
 from kvrelay._wire import finish_reason_from_proto
 from kvrelay.v1 import router_pb2
 from router.admission import Admission
+from router.explain import History
+from router.placement_metrics import placement_families
 from router.registry import Registry
 from router.worker_client import WorkerState
 
@@ -47,8 +49,9 @@ class Histogram:
 
 
 class RouterMetrics(Collector):
-    def __init__(self, admission: Admission, registry: Registry) -> None:
+    def __init__(self, admission: Admission, registry: Registry, history: History) -> None:
         self._admission = admission
+        self._history = history
         self._workers = registry
         self._ttft, self._itl, self._e2e = Histogram(_TTFT_S), Histogram(_ITL_S), Histogram(_E2E_S)
         self._finished: Counter[str] = Counter()
@@ -84,6 +87,7 @@ class RouterMetrics(Collector):
             yield CounterMetricFamily(f"kvrelay_{name}", text, value=self._tokens[name])
         yield GaugeMetricFamily("kvrelay_requests_live", "Calls that this router serves.", value=self._admission.live)
         yield from self._worker_families()
+        yield from placement_families(self._workers, self._history)
 
     def _worker_families(self) -> Iterator[Metric]:
         labels = ["worker", "role"]

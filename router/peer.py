@@ -9,7 +9,7 @@ from engine.errors import ConfigError, HandshakeRefused
 from engine.kv_layout import KvLayout, compatible
 from kvrelay._wire import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from kvrelay.v1 import worker_pb2
-from router.policy import DECODE, PREFILL
+from router.snapshot import DECODE, PREFILL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

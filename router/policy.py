@@ -1,77 +1,33 @@
-"""Where a request should run: pure, from snapshots to priced pairs. Does no I/O, reads no clock, keeps nothing.
+"""Where a request should run: pure, from snapshots to priced pairs. Does no I/O and reads no clock.
 
-A price is an estimate of milliseconds until the request's decode can go on: the queue before its prefill, its own
-prefill, and what it meets at the decode worker. Rates are measured by the workers; one that is not known yet is taken
-to be the slowest known of its role, or a low constant, so that an unknown worker is tried when the known ones are busy.
+A price is an estimate of milliseconds: until the request's decode can go on (its turn, its prefill, the KV on its way,
+the wait for blocks, its first decode step), and what it costs the streams that run at the decode worker meanwhile.
+`costs` says where the rates come from.
+
+The chosen pair need not be the cheapest. One that holds more of the prompt may cost more, by a share of what is saved
+by holding it (`AFFINITY`), because whoever computes a prefix again also keeps it again, in place of something else.
+That is a bound on the regret of each request: no worker is too hot for the others' affinity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import TypeVar
 
-T = TypeVar("T")
+from router.costs import WorkerCosts, assumed_rates, worker_costs
+from router.learnt_rates import LearntRates
+from router.prefix_index import MAX_SLOTS, Match
+from router.snapshot import DECODE, PREFILL, WorkerSnapshot
 
-PREFILL, DECODE = "prefill", "decode"
-
-PRIOR_PREFILL_TOKENS_PER_S = 500.0
-"""Of a small model on one CPU core; slower than any accelerator."""
-PRIOR_DECODE_STEP_MS = 50.0
-STREAM_SHARE = 0.05
-"""How much longer one more stream makes a decode step, as a share of the step."""
+HANDOVER_MS = 1.0
+"""Of the last block, once it is computed, and of the messages about it. What a prompt without a transfer saves."""
+AFFINITY = 0.25
+"""Of the time that a cached prefix saves, how much more its holder may cost than another."""
 TIE_MS, TIE_SHARE = 1.0, 0.05
 """Prices this close are equal: estimates are no better, and equal prompts should meet at the same worker."""
 MAX_PER_ROLE = 8
 """Workers of a role that are combined into pairs, best first. Bounds the cost of a decision."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSnapshot:
-    """A ready worker as its last report and the router's own live requests describe it."""
-
-    worker_id: str
-    role: str
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    running: int = 0
-    waiting: int = 0
-    waiting_tokens: int = 0
-    """Prompt tokens still to be computed."""
-    blocks_available: int = 0
-    """Free, or cached and nobody's."""
-    prefill_tokens_per_s: float = 0.0
-    """0: not known."""
-    decode_step_ms: float = 0.0
-    """0: not known."""
-    in_flight: int = 0
-    """Live requests of this router there."""
-    in_flight_tokens: int = 0
-    """Tokens of those that were sent there to be computed and are not known to be."""
-
-    @property
-    def queued_tokens(self) -> int:
-        """The worker's report is up to a heartbeat old, this router's own requests are not."""
-        return max(self.waiting_tokens, self.in_flight_tokens)
-
-    @property
-    def streams(self) -> int:
-        return max(self.running + self.waiting, self.in_flight)
-
-    @property
-    def pool_tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Prompt and output of the largest request that fits. The last token needs no KV."""
-        return min(self.max_model_len, self.pool_tokens + 1)
-
-    @property
-    def pool_is_the_limit(self) -> bool:
-        return self.pool_tokens + 1 < self.max_model_len
+_MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +36,14 @@ class PlacementRequest:
     """To be computed before the next token: prompt and the output so far."""
     max_total_tokens: int
     """Prompt and output at most."""
-    key: bytes
-    """Equal for prompts that begin alike; breaks ties."""
-    split: bool = True
-    """Whether a prefill worker may compute the prompt. If not, the decode worker does."""
+    key: int
+    """Equal for equal prompts; below 2^64. Breaks ties."""
+    matches: Sequence[Match] = ()
+    """Who is believed to hold how many blocks of the tokens."""
+    max_local_tokens: int = 0
+    """A decode worker may compute so many tokens itself; more only if no prefill worker can."""
+    exclude: Collection[str] = ()
+    """Workers that are not asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,110 +59,253 @@ class PricedPair:
     prefill_worker: str
     decode_worker: str
     terms: tuple[PriceTerm, ...]
+    affinity_ms: float = 0.0
+    """How much more it may cost than a pair that holds nothing of the prompt."""
+    cached_tokens: int = 0
+    """That the worker which computes the prompt is believed to hold."""
 
     @property
     def total_ms(self) -> float:
         return sum(term.ms for term in self.terms)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    prefill_tokens_per_s: float
-    decode_step_ms: float
+class _Use:
+    """Workers that can do one part of a request, with lists of what that costs; a decision goes through lists only.
 
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    worker_id: str
-    terms: tuple[PriceTerm, ...]
-
-    @property
-    def total_ms(self) -> float:
-        return sum(term.ms for term in self.terms)
-
-
-def price_pairs(
-    workers: Sequence[WorkerSnapshot], request: PlacementRequest, exclude: Collection[str] = ()
-) -> list[PricedPair]:
-    """Pairs that can serve `request`, cheapest first; empty if there are none.
-
-    Pairs of about the same price are ordered by rendezvous hash of `request.key`. Workers in `exclude` are left out.
+    `ranks`: the price of the part, less what a worker may cost more because it holds some of the prompt.
     """
-    usable = [worker for worker in workers if worker.worker_id not in exclude]
-    decode = [
-        worker for worker in usable if worker.role == DECODE and worker.max_request_tokens >= request.max_total_tokens
-    ]
-    prefill = [
-        worker
-        for worker in usable
-        if request.split and worker.role == PREFILL and worker.max_request_tokens > request.num_tokens
-    ]
-    rates = {role: _assumed_rates(workers, role) for role in (PREFILL, DECODE)}
-    decode_offers = _best(
-        [_Offer(worker.worker_id, _decode_terms(worker, request, rates[DECODE])) for worker in decode], request.key
-    )
-    if not prefill:
-        by_id = {worker.worker_id: worker for worker in decode}
-        pairs = [
-            PricedPair(
-                "", offer.worker_id, _prefill_terms(by_id[offer.worker_id], request, rates[DECODE]) + offer.terms
-            )
-            for offer in decode_offers
+
+    def __init__(
+        self,
+        members: Sequence[WorkerCosts],
+        base_ms: Callable[[WorkerCosts], float],
+        token_ms: Callable[[WorkerCosts], float],
+        held_ms: Callable[[WorkerCosts], float],
+    ) -> None:
+        """`base_ms` of every request, `token_ms` of each token of its prompt, less `held_ms` of each that is held."""
+        self.members = members
+        self._base_ms = [base_ms(member) for member in members]
+        self._token_ms = [token_ms(member) for member in members]
+        self._held_ms = [held_ms(member) for member in members]
+        self._slots = [MAX_SLOTS if member.worker.slot is None else member.worker.slot for member in members]
+        self._index = {slot: i for i, slot in enumerate(self._slots)}
+        self._least_room = min((member.room for member in members), default=0)
+        self.least_max_tokens = min((member.worker.max_request_tokens for member in members), default=0)
+
+    def held(self, request: PlacementRequest) -> list[int]:
+        """Tokens of the prompt at each worker. The last token is computed in any case."""
+        held = [0] * len(self.members)
+        for num_blocks, slots in request.matches:
+            tokens = min(num_blocks * self.members[0].worker.block_size, request.num_tokens - 1)
+            if slots & (slots - 1):
+                held = [tokens if slots >> slot & 1 else before for before, slot in zip(held, self._slots, strict=True)]
+            elif (i := self._index.get(slots.bit_length() - 1)) is not None:
+                held[i] = tokens
+        return held
+
+    def ranks(self, request: PlacementRequest, held: Sequence[int], *, with_blocks: bool) -> list[float]:
+        n, total = request.num_tokens, request.max_total_tokens
+        costs = zip(self._base_ms, self._token_ms, self._held_ms, held, strict=True)
+        ranks = [base + n * token - tokens * saved for base, token, saved, tokens in costs]
+        if with_blocks and total > self._least_room:
+            ranks = [rank + member.blocks_ms(total) for rank, member in zip(ranks, self.members, strict=True)]
+        return ranks
+
+
+class Fleet:
+    """The ready workers, with prices that are worked out when a worker's snapshot changes."""
+
+    def __init__(self, rates: LearntRates) -> None:
+        self._rates = rates
+        self._members: dict[str, WorkerCosts] = {}
+        self._prefill = self._decode = self._local = _no_use()
+
+    def refresh(self, workers: Sequence[WorkerSnapshot]) -> None:
+        """Take the workers as they are now. One whose snapshot is the object of last time costs next to nothing; the
+        rates of the others are looked up."""
+        known = self._members
+        if len(workers) == len(known) and all(
+            (member := known.get(worker.worker_id)) is not None and member.worker is worker for worker in workers
+        ):
+            return
+        assumed = assumed_rates(workers, self._rates)
+        self._members = {}
+        for worker in sorted(workers, key=lambda worker: worker.worker_id):  # in the order that every router has
+            member = known.get(worker.worker_id)
+            if member is None or member.worker is not worker:
+                member = worker_costs(worker, self._rates, assumed[worker.role])
+            self._members[worker.worker_id] = member
+        self._set_uses(list(self._members.values()))
+
+    def place(self, request: PlacementRequest) -> Placement | None:
+        """None if no decode worker can serve it."""
+        prefill, decode, local = self._prefill, self._decode, self._local
+        if (
+            request.exclude
+            or request.max_total_tokens > decode.least_max_tokens
+            or request.num_tokens >= prefill.least_max_tokens > 0
+        ):
+            prefill, decode, local = _uses([m for m in self._members.values() if _can_serve(m.worker, request)])
+        if not decode.members:
+            return None
+        return Placement(request, prefill, decode, local)
+
+    def _set_uses(self, members: Sequence[WorkerCosts]) -> None:
+        self._prefill, self._decode, self._local = _uses(members)
+
+
+class Placement:
+    """The decision on one request. What else was considered, and the terms, are worked out when they are asked for."""
+
+    def __init__(self, request: PlacementRequest, prefill: _Use, decode: _Use, local: _Use) -> None:
+        self._request = request
+        self._prefill, self._decode, self._local = prefill, decode, local
+        self._prefill_held = prefill.held(request) if prefill.members else []
+        self._decode_held = decode.held(request)
+        self._pairs: list[tuple[float, int | None, int]] = self._local_pairs()
+        """Rank, prefill worker or None, decode worker: as positions in the uses. Best first."""
+        if prefill.members:
+            self._pairs += self._split_pairs()
+        self._pairs = self._ordered()
+        _, first, second = self._pairs[0]
+        self.prefill_worker = "" if first is None else prefill.members[first].worker_id
+        self.decode_worker = decode.members[second].worker_id
+
+    @property
+    def num_decode_workers(self) -> int:
+        """That could serve it."""
+        return len(self._decode.members)
+
+    def considered(self, limit: int) -> list[PricedPair]:
+        """The chosen pair, then the others, best first."""
+        return [self._priced(first, second) for _, first, second in self._pairs[:limit]]
+
+    def _local_pairs(self) -> list[tuple[float, int | None, int]]:
+        """The decode worker computes the prompt, and its running streams wait meanwhile."""
+        request, held = self._request, self._decode_held
+        ranks = self._local.ranks(request, held, with_blocks=True)
+        allowed: Sequence[int] = range(len(ranks))
+        if self._prefill.members:
+            most = request.max_local_tokens
+            allowed = [i for i, tokens in enumerate(held) if request.num_tokens - tokens <= most] if most else ()
+        return [(ranks[i], None, i) for i in _best(request, ranks, allowed, self._local)]
+
+    def _split_pairs(self) -> list[tuple[float, int | None, int]]:
+        request = self._request
+        first_ranks = self._prefill.ranks(request, self._prefill_held, with_blocks=False)
+        second_ranks = self._decode.ranks(request, self._decode_held, with_blocks=True)
+        firsts = _best(request, first_ranks, range(len(first_ranks)), self._prefill)
+        seconds = _best(request, second_ranks, range(len(second_ranks)), self._decode)
+        return [
+            (first_ranks[first] + second_ranks[second] + self._transfer_ms(first, second), first, second)
+            for first in firsts
+            for second in seconds
         ]
-    else:
-        prefill_offers = _best(
-            [_Offer(worker.worker_id, _prefill_terms(worker, request, rates[PREFILL])) for worker in prefill],
-            request.key,
+
+    def _transfer_ms(self, first: int, second: int) -> float:
+        """What is left of the transfer when the prompt is computed: blocks are sent while the next are computed."""
+        n, prefill = self._request.num_tokens, self._prefill.members[first]
+        missing, uncached = n - self._decode_held[second], n - self._prefill_held[first]
+        return HANDOVER_MS + max(0.0, missing * self._decode.members[second].link_ms - uncached * prefill.token_ms)
+
+    def _ordered(self) -> list[tuple[float, int | None, int]]:
+        """Best first; those about as good as the best come first of all, in the order of their turn."""
+        pairs = self._pairs
+        if len(pairs) == 1:
+            return pairs
+        pairs.sort(key=lambda pair: pair[0])
+        limit = _tied(pairs[0][0])
+        num_tied = next((i for i, pair in enumerate(pairs) if pair[0] > limit), len(pairs))
+        if num_tied > 1:
+            pairs[:num_tied] = sorted(pairs[:num_tied], key=self._turn, reverse=True)
+        return pairs
+
+    def _turn(self, pair: tuple[float, int | None, int]) -> tuple[int, int, bool, int]:
+        """Of equal pairs: who holds most; then, if anything is held, without a hand-over; then by rendezvous hash."""
+        _, first, second = pair
+        at_decode, key = self._decode_held[second], self._request.key
+        weight = _weight(key, self._decode.members[second].seat)
+        if first is None:
+            return at_decode, at_decode, at_decode > 0, weight
+        return self._prefill_held[first], at_decode, False, weight + _weight(key, self._prefill.members[first].seat)
+
+    def _priced(self, first: int | None, second: int) -> PricedPair:
+        n, decode = self._request.num_tokens, self._decode.members[second]
+        computing = decode if first is None else self._prefill.members[first]
+        held = self._decode_held[second] if first is None else self._prefill_held[first]
+        compute_ms = (n - held) * computing.token_ms
+        affinity_ms = AFFINITY * held * computing.token_ms
+        if first is None:
+            moved = PriceTerm("decode_stall", compute_ms * decode.worker.running)
+        else:
+            moved = PriceTerm("transfer", self._transfer_ms(first, second))
+            affinity_ms += self._decode_held[second] * decode.link_ms
+        terms = (
+            PriceTerm("prefill_queue", computing.queue_ms),
+            PriceTerm("prefill_compute", compute_ms),
+            moved,
+            PriceTerm("decode_blocks", decode.blocks_ms(self._request.max_total_tokens)),
+            PriceTerm("decode_step", decode.step_ms),
+            PriceTerm("decode_slowdown", decode.slowdown_ms),
         )
-        pairs = [
-            PricedPair(first.worker_id, second.worker_id, first.terms + second.terms)
-            for first in prefill_offers
-            for second in decode_offers
-        ]
-    return _ordered(
-        pairs, lambda pair: pair.total_ms, lambda pair: _weight(request.key, pair.prefill_worker, pair.decode_worker)
+        return PricedPair(
+            "" if first is None else computing.worker_id, decode.worker_id, terms, affinity_ms, cached_tokens=held
+        )
+
+
+def _best(request: PlacementRequest, ranks: Sequence[float], allowed: Sequence[int], use: _Use) -> Sequence[int]:
+    """At most `MAX_PER_ROLE` of `allowed`, best first; of more that are equal those whose turn it is for the prompt."""
+    if not allowed:
+        return ()
+    everybody = len(allowed) == len(ranks)
+    limit = _tied(min(ranks) if everybody else min(ranks[i] for i in allowed))
+    near = (
+        [i for i, rank in enumerate(ranks) if rank <= limit] if everybody else [i for i in allowed if ranks[i] <= limit]
     )
+    if len(near) > MAX_PER_ROLE:
+        near.sort(key=lambda i: _weight(request.key, use.members[i].seat), reverse=True)
+    elif len(near) < MAX_PER_ROLE:
+        near = sorted(allowed, key=ranks.__getitem__)
+    return near[:MAX_PER_ROLE]
 
 
-def _prefill_terms(worker: WorkerSnapshot, request: PlacementRequest, assumed: _Rates) -> tuple[PriceTerm, ...]:
-    per_token_ms = 1000.0 / (worker.prefill_tokens_per_s or assumed.prefill_tokens_per_s)
-    return (
-        PriceTerm("prefill_queue", worker.queued_tokens * per_token_ms),
-        PriceTerm("prefill_compute", request.num_tokens * per_token_ms),
-    )
+def _tied(best_ms: float) -> float:
+    return best_ms + abs(best_ms) * TIE_SHARE + TIE_MS
 
 
-def _decode_terms(worker: WorkerSnapshot, request: PlacementRequest, assumed: _Rates) -> tuple[PriceTerm, ...]:
-    step_ms = worker.decode_step_ms or assumed.decode_step_ms
-    missing = max(0, -(-request.max_total_tokens // worker.block_size) - worker.blocks_available)
-    return (
-        # About the time in which the running streams produce as many tokens as the missing blocks hold.
-        PriceTerm("decode_blocks", missing * worker.block_size * step_ms / max(1, worker.running)),
-        PriceTerm("decode_step", step_ms * (1.0 + STREAM_SHARE * worker.streams)),
-    )
-
-
-def _assumed_rates(workers: Sequence[WorkerSnapshot], role: str) -> _Rates:
-    """For workers of `role` that have not measured theirs yet."""
-    rates = [w.prefill_tokens_per_s for w in workers if w.role == role and w.prefill_tokens_per_s > 0]
-    steps = [w.decode_step_ms for w in workers if w.role == role and w.decode_step_ms > 0]
-    return _Rates(min(rates, default=PRIOR_PREFILL_TOKENS_PER_S), max(steps, default=PRIOR_DECODE_STEP_MS))
-
-
-def _best(offers: list[_Offer], key: bytes) -> list[_Offer]:
-    return _ordered(offers, lambda offer: offer.total_ms, lambda offer: _weight(key, offer.worker_id))[:MAX_PER_ROLE]
-
-
-def _ordered(candidates: list[T], price: Callable[[T], float], weight: Callable[[T], bytes]) -> list[T]:
-    """Cheapest first; those about as cheap as the cheapest come first of all, heaviest first."""
-    if not candidates:
-        return []
-    priced = sorted(((price(candidate), candidate) for candidate in candidates), key=lambda entry: entry[0])
-    tied = priced[0][0] * (1.0 + TIE_SHARE) + TIE_MS
-    equal = sorted((candidate for ms, candidate in priced if ms <= tied), key=weight, reverse=True)
-    return equal + [candidate for ms, candidate in priced if ms > tied]
-
-
-def _weight(key: bytes, *worker_ids: str) -> bytes:
+def _weight(key: int, seat: int) -> int:
     """Rendezvous hash: every router gives a worker the same weight for the same prompt, without talking."""
-    return blake2b(key + "\0".join(worker_ids).encode(), digest_size=16).digest()
+    mixed = ((key ^ seat) * _MIX) & _MASK
+    return ((mixed ^ (mixed >> 32)) * _MIX) & _MASK
+
+
+def _can_serve(worker: WorkerSnapshot, request: PlacementRequest) -> bool:
+    if worker.worker_id in request.exclude:
+        return False
+    if worker.role == DECODE:
+        return worker.max_request_tokens >= request.max_total_tokens
+    return worker.max_request_tokens > request.num_tokens
+
+
+def _no_use() -> _Use:
+    return _Use((), lambda m: 0.0, lambda m: 0.0, lambda m: 0.0)
+
+
+def _uses(members: Sequence[WorkerCosts]) -> tuple[_Use, _Use, _Use]:
+    """To compute prompts for a decode worker, to decode, and to do both. The last two have the same members."""
+    prefill = [member for member in members if member.worker.role == PREFILL]
+    decode = [member for member in members if member.worker.role == DECODE]
+
+    def local_token_ms(m: WorkerCosts) -> float:
+        return m.token_ms * (1 + m.worker.running)
+
+    return (
+        _Use(prefill, lambda m: m.queue_ms, lambda m: m.token_ms, lambda m: m.token_ms * (1 + AFFINITY)),
+        _Use(decode, lambda m: m.step_ms + m.slowdown_ms, lambda m: 0.0, lambda m: m.link_ms),
+        _Use(
+            decode,
+            lambda m: m.queue_ms + m.step_ms + m.slowdown_ms,
+            local_token_ms,
+            lambda m: local_token_ms(m) + m.token_ms * AFFINITY,
+        ),
+    )

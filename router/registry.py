@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from router.config import RouterConfig
 from router.peer import Peer, check_peer
-from router.policy import DECODE, WorkerSnapshot
 from router.prefix_index import PrefixIndex
 from router.session import WorkerSession
+from router.snapshot import DECODE, WorkerSnapshot
 from router.worker_client import WorkerClient, WorkerState
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Registry:
 
     def snapshots(self) -> list[WorkerSnapshot]:
         """All ready workers."""
-        return [_snapshot(session) for session in self._sessions()]
+        return [session.snapshot() for session in self._sessions()]
 
     def is_ready(self) -> bool:
         """Whether requests can be served: prefill workers help, decode workers are needed."""
@@ -207,23 +207,3 @@ class Registry:
 def _log_fault(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("%s: a fault of the router ended it", task.get_name(), exc_info=error)
-
-
-def _snapshot(session: WorkerSession) -> WorkerSnapshot:
-    peer, load = session.peer, session.load
-    reported = load.blocks_free + load.blocks_cached + load.blocks_owned + load.blocks_leased > 0
-    return WorkerSnapshot(
-        worker_id=peer.worker_id,
-        role=peer.role,
-        block_size=peer.block_size,
-        num_blocks=peer.num_blocks,
-        max_model_len=peer.max_model_len,
-        running=load.running,
-        waiting=load.waiting,
-        waiting_tokens=load.waiting_tokens,
-        blocks_available=load.blocks_free + load.blocks_cached if reported else peer.num_blocks,
-        prefill_tokens_per_s=load.prefill_tokens_per_s,
-        decode_step_ms=load.decode_step_ms,
-        in_flight=session.in_flight,
-        in_flight_tokens=session.in_flight_tokens,
-    )

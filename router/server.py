@@ -72,7 +72,7 @@ class RouterServer:
             model = await asyncio.to_thread(load_served_model, Path(self._config.model_path), self._config.model_name)
         registry = Registry(self._config, model.fingerprint)
         dispatcher = Dispatcher(self._config, model, registry)
-        metrics = RouterMetrics(dispatcher.admission, registry)
+        metrics = RouterMetrics(dispatcher.admission, registry, dispatcher.history)
         front = FrontDoor(self._config, tenants, dispatcher, metrics)
         server = grpc.aio.server(interceptors=[RefuseMalformed(SERVICES)], options=self._options())
         router_pb2_grpc.add_RouterServicer_to_server(RouterService(self._config, model, front), server)

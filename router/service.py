@@ -16,6 +16,7 @@ from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router import validate
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.explain import TermError
 from router.front_door import FrontDoor
 from router.peer import Peer
 from router.registry import Departed, Registry
@@ -26,6 +27,7 @@ from router.worker_client import WorkerClient, WorkerState
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+DEFAULT_RECENT = 20
 audit = logging.getLogger("kvrelay.audit")
 
 
@@ -66,6 +68,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
             return self._front.explain(self._tenant(context), request.request_id)
         except EngineError as error:
             await self._abort(context, error)
+
+    async def ListRecent(
+        self, request: router_pb2.ListRecentRequest, context: _Context
+    ) -> router_pb2.ListRecentResponse:
+        try:
+            recent = self._front.recent(self._tenant(context), request.limit or DEFAULT_RECENT)
+        except EngineError as error:
+            await self._abort(context, error)
+        return router_pb2.ListRecentResponse(requests=recent)
 
     async def ListModels(
         self, request: router_pb2.ListModelsRequest, context: _Context
@@ -124,7 +135,7 @@ class AdminService(router_pb2_grpc.AdminServicer):
             version=self._version,
             uptime_ms=self._dispatcher.uptime_ms(),
             workers=[
-                *(_worker_status(client) for client in self._registry.workers),
+                *(_worker_status(client, now) for client in self._registry.workers),
                 *(_departed_status(gone, now) for gone in self._registry.departed()),
             ],
             live_requests=self._dispatcher.admission.live,
@@ -132,6 +143,8 @@ class AdminService(router_pb2_grpc.AdminServicer):
             requests_failed=history.requests_failed,
             requests_cancelled=history.requests_cancelled,
             requests_refused=history.requests_refused,
+            prefix_index=_index_status(self._registry),
+            term_errors=[_term_error(name, error) for name, error in history.term_errors.items()],
         )
 
 
@@ -147,7 +160,25 @@ async def abort(context: _Context, error: EngineError, retry_after_s: float) -> 
     raise AssertionError("abort always raises")
 
 
-def _worker_status(client: WorkerClient) -> router_pb2.WorkerStatus:
+def _index_status(registry: Registry) -> router_pb2.PrefixIndexStatus:
+    stats = registry.index.stats()
+    return router_pb2.PrefixIndexStatus(
+        keys=stats.keys,
+        speculative_keys=stats.speculative_keys,
+        num_bytes=stats.num_bytes,
+        max_bytes=stats.max_bytes,
+        evictions=stats.evictions,
+    )
+
+
+def _term_error(name: str, error: TermError) -> router_pb2.TermError:
+    count = error.count
+    return router_pb2.TermError(
+        name=name, count=count, mean_ms=error.sum_ms / count, mean_abs_ms=error.sum_abs_ms / count
+    )
+
+
+def _worker_status(client: WorkerClient, now: float) -> router_pb2.WorkerStatus:
     """Of a worker that is not ready, what was last known of it, without its load."""
     status = router_pb2.WorkerStatus(address=client.address, state=client.state.value, detail=client.detail)
     if client.peer is not None:
@@ -165,6 +196,10 @@ def _worker_status(client: WorkerClient) -> router_pb2.WorkerStatus:
         status.decode_step_ms = load.decode_step_ms
         status.resident_bytes = load.resident_bytes
         status.errors.update(load.errors)
+        if (blocks := client.session.blocks) is not None:
+            status.blocks_state = blocks.state.value
+            status.blocks_staleness_s = blocks.staleness_s(now)
+            status.blocks_lists = blocks.counts.lists
     return status
 
 

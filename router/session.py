@@ -18,6 +18,7 @@ from kvrelay.v1 import worker_pb2
 from router.block_follower import BlockFollower
 from router.peer import Peer
 from router.prefix_index import PrefixIndex
+from router.snapshot import WorkerSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,21 @@ class Lane:
         self._used = False
         self.closed = False
         """No message comes or goes any more."""
-        self.tokens_to_compute = 0
-        """Tokens that this worker was asked to compute and is not known to have."""
+        self._tokens_to_compute = 0
 
     @property
     def worker(self) -> Peer:
         return self._session.peer
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Tokens that this worker was asked to compute and is not known to have."""
+        return self._tokens_to_compute
+
+    @tokens_to_compute.setter
+    def tokens_to_compute(self, value: int) -> None:
+        self._tokens_to_compute = value
+        self._session.changed()
 
     def send(self, message: worker_pb2.SessionRequest) -> None:
         """Queue `message`; dropped if the lane is closed, which the inbox tells."""
@@ -130,6 +140,8 @@ class WorkerSession:
         """What the worker tells of its blocks goes to `index`, if it tells any."""
         self.peer = peer
         self.load = worker_pb2.Load()
+        self._snapshot: WorkerSnapshot | None = None
+        """As long as nothing in it has changed."""
         self.strays = 0
         """Messages on requests that were over here: they crossed with a Cancel."""
         self._max_outbox = max_outbox
@@ -162,10 +174,23 @@ class WorkerSession:
             raise self._over
         assert request_id not in self._lanes, f"{request_id} is on {self.peer.worker_id} already"
         lane = self._lanes[request_id] = Lane(self, request_id, inbox)
+        self.changed()
         return lane
 
     def forget(self, request_id: str) -> None:
         self._lanes.pop(request_id, None)
+        self.changed()
+
+    def changed(self) -> None:
+        """Something that a snapshot tells."""
+        self._snapshot = None
+
+    def snapshot(self) -> WorkerSnapshot:
+        """The same object until something in it has changed."""
+        slot = self.blocks.slot if self.blocks is not None else None
+        if self._snapshot is None or self._snapshot.slot != slot:
+            self._snapshot = self._new_snapshot(slot)
+        return self._snapshot
 
     def send(self, message: worker_pb2.SessionRequest) -> None:
         """Queue `message`; dropped if the session is over. A worker that lets too many pile up is given up."""
@@ -194,6 +219,7 @@ class WorkerSession:
                 self._deliver(entry.request_id, entry.output)
         elif kind == "load":
             self.load = response.load
+            self.changed()
         elif kind == "reserved":
             self._deliver(response.reserved.request_id, response.reserved)
         elif kind == "prefilled":
@@ -229,6 +255,26 @@ class WorkerSession:
     def check_integrity(self) -> None:
         assert not any(lane.closed for lane in self._lanes.values()), "a closed lane is still known"
         assert self._over is None or not self._lanes, "a session that is over has lanes"
+
+    def _new_snapshot(self, slot: int | None) -> WorkerSnapshot:
+        peer, load = self.peer, self.load
+        reported = load.blocks_free + load.blocks_cached + load.blocks_owned + load.blocks_leased > 0
+        return WorkerSnapshot(
+            worker_id=peer.worker_id,
+            role=peer.role,
+            block_size=peer.block_size,
+            num_blocks=peer.num_blocks,
+            max_model_len=peer.max_model_len,
+            running=load.running,
+            waiting=load.waiting,
+            waiting_tokens=load.waiting_tokens,
+            blocks_available=load.blocks_free + load.blocks_cached if reported else peer.num_blocks,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_step_ms=load.decode_step_ms,
+            in_flight=self.in_flight,
+            in_flight_tokens=self.in_flight_tokens,
+            slot=slot,
+        )
 
     def _ask_for_list(self, number: int) -> None:
         self.send(worker_pb2.SessionRequest(list_blocks=worker_pb2.ListBlocks(number=number)))

@@ -511,7 +511,7 @@ class ExplainResponse(_message.Message):
     """"running", a finish reason, or a gRPC status name with its message."""
     @_builtins.property
     def considered(self) -> _containers.RepeatedCompositeFieldContainer[Global___PricedPair]:
-        """Cheapest first; the first one was chosen."""
+        """The first one was chosen; best first, by price less affinity."""
 
     @_builtins.property
     def route(self) -> Global___Route: ...
@@ -544,9 +544,18 @@ class PricedPair(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     TOTAL_MS_FIELD_NUMBER: _builtins.int
     TERMS_FIELD_NUMBER: _builtins.int
+    AFFINITY_MS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FOUND_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     total_ms: _builtins.float
+    affinity_ms: _builtins.float
+    """What it may cost more than a pair that holds nothing of the prompt."""
+    cached_tokens: _builtins.int
+    """That the worker which computes the prompt was believed to hold."""
+    found_cached_tokens: _builtins.int
+    """That it turned out to hold. Of the pair that was chosen."""
     @_builtins.property
     def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___PriceTerm]:
         """They add up to total_ms."""
@@ -558,12 +567,17 @@ class PricedPair(_message.Message):
         decode_worker: _builtins.str = ...,
         total_ms: _builtins.float = ...,
         terms: _abc.Iterable[Global___PriceTerm] | None = ...,
+        affinity_ms: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
+        found_cached_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_found_cached_tokens", b"_found_cached_tokens", "found_cached_tokens", b"found_cached_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "prefill_worker", b"prefill_worker", "terms", b"terms", "total_ms", b"total_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_found_cached_tokens", b"_found_cached_tokens", "affinity_ms", b"affinity_ms", "cached_tokens", b"cached_tokens", "decode_worker", b"decode_worker", "found_cached_tokens", b"found_cached_tokens", "prefill_worker", b"prefill_worker", "terms", b"terms", "total_ms", b"total_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__found_cached_tokens: _TypeAlias = _typing.Literal["found_cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__found_cached_tokens: _TypeAlias = _typing.Literal["_found_cached_tokens", b"_found_cached_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__found_cached_tokens) -> _WhichOneofReturnType__found_cached_tokens | None: ...
 
 Global___PricedPair: _TypeAlias = PricedPair  # noqa: Y015
 
@@ -573,21 +587,67 @@ class PriceTerm(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     MS_FIELD_NUMBER: _builtins.int
+    ACTUAL_MS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     ms: _builtins.float
+    actual_ms: _builtins.float
+    """What came of it, where that can be measured. Of the pair that was chosen."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         ms: _builtins.float = ...,
+        actual_ms: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_actual_ms", b"_actual_ms", "actual_ms", b"actual_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_actual_ms", b"_actual_ms", "actual_ms", b"actual_ms", "ms", b"ms", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__actual_ms: _TypeAlias = _typing.Literal["actual_ms"]  # noqa: Y015
+    _WhichOneofArgType__actual_ms: _TypeAlias = _typing.Literal["_actual_ms", b"_actual_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__actual_ms) -> _WhichOneofReturnType__actual_ms | None: ...
+
+Global___PriceTerm: _TypeAlias = PriceTerm  # noqa: Y015
+
+@_typing.final
+class ListRecentRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """0: 20."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ms", b"ms", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PriceTerm: _TypeAlias = PriceTerm  # noqa: Y015
+Global___ListRecentRequest: _TypeAlias = ListRecentRequest  # noqa: Y015
+
+@_typing.final
+class ListRecentResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExplainResponse]: ...
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___ExplainResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRecentResponse: _TypeAlias = ListRecentResponse  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):
@@ -677,6 +737,8 @@ class StatusResponse(_message.Message):
     REQUESTS_FAILED_FIELD_NUMBER: _builtins.int
     REQUESTS_CANCELLED_FIELD_NUMBER: _builtins.int
     REQUESTS_REFUSED_FIELD_NUMBER: _builtins.int
+    PREFIX_INDEX_FIELD_NUMBER: _builtins.int
+    TERM_ERRORS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     version: _builtins.str
     uptime_ms: _builtins.int
@@ -691,6 +753,10 @@ class StatusResponse(_message.Message):
     """INVALID_ARGUMENT."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @_builtins.property
+    def prefix_index(self) -> Global___PrefixIndexStatus: ...
+    @_builtins.property
+    def term_errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TermError]: ...
     def __init__(
         self,
         *,
@@ -703,14 +769,84 @@ class StatusResponse(_message.Message):
         requests_failed: _builtins.int = ...,
         requests_cancelled: _builtins.int = ...,
         requests_refused: _builtins.int = ...,
+        prefix_index: Global___PrefixIndexStatus | None = ...,
+        term_errors: _abc.Iterable[Global___TermError] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix_index", b"prefix_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["live_requests", b"live_requests", "requests_cancelled", b"requests_cancelled", "requests_failed", b"requests_failed", "requests_refused", b"requests_refused", "requests_total", b"requests_total", "router_id", b"router_id", "uptime_ms", b"uptime_ms", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["live_requests", b"live_requests", "prefix_index", b"prefix_index", "requests_cancelled", b"requests_cancelled", "requests_failed", b"requests_failed", "requests_refused", b"requests_refused", "requests_total", b"requests_total", "router_id", b"router_id", "term_errors", b"term_errors", "uptime_ms", b"uptime_ms", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class PrefixIndexStatus(_message.Message):
+    """What a router has noted of the blocks that are resident at its workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    SPECULATIVE_KEYS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    EVICTIONS_FIELD_NUMBER: _builtins.int
+    keys: _builtins.int
+    speculative_keys: _builtins.int
+    """Of dispatched work that no worker has told yet."""
+    num_bytes: _builtins.int
+    max_bytes: _builtins.int
+    evictions: _builtins.int
+    """Keys dropped for want of room, since the start."""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.int = ...,
+        speculative_keys: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        max_bytes: _builtins.int = ...,
+        evictions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evictions", b"evictions", "keys", b"keys", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "speculative_keys", b"speculative_keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixIndexStatus: _TypeAlias = PrefixIndexStatus  # noqa: Y015
+
+@_typing.final
+class TermError(_message.Message):
+    """How far estimates were from what happened, over the requests so far."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    MEAN_MS_FIELD_NUMBER: _builtins.int
+    MEAN_ABS_MS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Of a price's term."""
+    count: _builtins.int
+    mean_ms: _builtins.float
+    """Of estimate less actual."""
+    mean_abs_ms: _builtins.float
+    """Of the difference, whatever its sign."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        count: _builtins.int = ...,
+        mean_ms: _builtins.float = ...,
+        mean_abs_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "mean_abs_ms", b"mean_abs_ms", "mean_ms", b"mean_ms", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TermError: _TypeAlias = TermError  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
@@ -755,6 +891,9 @@ class WorkerStatus(_message.Message):
     DECODE_STEP_MS_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
+    BLOCKS_STATE_FIELD_NUMBER: _builtins.int
+    BLOCKS_STALENESS_S_FIELD_NUMBER: _builtins.int
+    BLOCKS_LISTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     role: _builtins.str
@@ -776,6 +915,12 @@ class WorkerStatus(_message.Message):
     prefill_tokens_per_s: _builtins.float
     decode_step_ms: _builtins.float
     resident_bytes: _builtins.int
+    blocks_state: _builtins.str
+    """"asked", "listing" or "live"; empty if it does not tell what it holds."""
+    blocks_staleness_s: _builtins.float
+    """How old what the router has noted of its blocks may be."""
+    blocks_lists: _builtins.int
+    """Asked for in this session. More than one: changes were lost or differed."""
     @_builtins.property
     def errors(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Counted typed errors."""
@@ -802,10 +947,13 @@ class WorkerStatus(_message.Message):
         decode_step_ms: _builtins.float = ...,
         resident_bytes: _builtins.int = ...,
         errors: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        blocks_state: _builtins.str = ...,
+        blocks_staleness_s: _builtins.float = ...,
+        blocks_lists: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_owned", b"blocks_owned", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "decode_step_ms", b"decode_step_ms", "detail", b"detail", "errors", b"errors", "incarnation", b"incarnation", "pid", b"pid", "prefill_tokens_per_s", b"prefill_tokens_per_s", "resident_bytes", b"resident_bytes", "role", b"role", "running", b"running", "state", b"state", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_lists", b"blocks_lists", "blocks_owned", b"blocks_owned", "blocks_quarantined", b"blocks_quarantined", "blocks_staleness_s", b"blocks_staleness_s", "blocks_state", b"blocks_state", "blocks_total", b"blocks_total", "decode_step_ms", b"decode_step_ms", "detail", b"detail", "errors", b"errors", "incarnation", b"incarnation", "pid", b"pid", "prefill_tokens_per_s", b"prefill_tokens_per_s", "resident_bytes", b"resident_bytes", "role", b"role", "running", b"running", "state", b"state", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,11 @@ class RouterStub(object):
                 request_serializer=kvrelay_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_router__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.ListRecent = channel.unary_unary(
+                '/kvrelay.v1.Router/ListRecent',
+                request_serializer=kvrelay_dot_v1_dot_router__pb2.ListRecentRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_router__pb2.ListRecentResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/kvrelay.v1.Router/ListModels',
                 request_serializer=kvrelay_dot_v1_dot_router__pb2.ListModelsRequest.SerializeToString,
@@ -93,6 +98,13 @@ class RouterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRecent(self, request, context):
+        """The last requests, newest first, each with the pair that was chosen.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -121,6 +133,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=kvrelay_dot_v1_dot_router__pb2.ExplainRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_router__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ListRecent': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRecent,
+                    request_deserializer=kvrelay_dot_v1_dot_router__pb2.ListRecentRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_router__pb2.ListRecentResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -236,6 +253,33 @@ class Router(object):
             '/kvrelay.v1.Router/Explain',
             kvrelay_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
             kvrelay_dot_v1_dot_router__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRecent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Router/ListRecent',
+            kvrelay_dot_v1_dot_router__pb2.ListRecentRequest.SerializeToString,
+            kvrelay_dot_v1_dot_router__pb2.ListRecentResponse.FromString,
             options,
             channel_credentials,
             insecure,

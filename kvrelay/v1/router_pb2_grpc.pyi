@@ -41,6 +41,8 @@ class RouterStub:
     """Renders the chat template if there is one to render, and tokenizes."""
     Explain: _grpc.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]
     """How a recent request was placed, and what happened then."""
+    ListRecent: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListRecentRequest, _router_pb2.ListRecentResponse]
+    """The last requests, newest first, each with the pair that was chosen."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]
 
 @_typing.type_check_only
@@ -56,6 +58,8 @@ class RouterAsyncStub(RouterStub):
     """Renders the chat template if there is one to render, and tokenizes."""
     Explain: _aio.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]  # type: ignore[assignment]
     """How a recent request was placed, and what happened then."""
+    ListRecent: _aio.UnaryUnaryMultiCallable[_router_pb2.ListRecentRequest, _router_pb2.ListRecentResponse]  # type: ignore[assignment]
+    """The last requests, newest first, each with the pair that was chosen."""
     ListModels: _aio.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]  # type: ignore[assignment]
 
 class RouterServicer(metaclass=_abc_1.ABCMeta):
@@ -92,6 +96,14 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ExplainResponse, _abc.Awaitable[_router_pb2.ExplainResponse]]:
         """How a recent request was placed, and what happened then."""
+
+    @_abc_1.abstractmethod
+    def ListRecent(
+        self,
+        request: _router_pb2.ListRecentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ListRecentResponse, _abc.Awaitable[_router_pb2.ListRecentResponse]]:
+        """The last requests, newest first, each with the pair that was chosen."""
 
     @_abc_1.abstractmethod
     def ListModels(

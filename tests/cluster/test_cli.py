@@ -224,7 +224,17 @@ def test_explain_shows_price_route_and_outcome(router: FakeRouter) -> None:
     result = kvrelay("explain", "request-9", "--router", router.address)
     assert "request request-9: stop" in result.stdout
     assert "queue 1.5 + prefill 10.0" in result.stdout
+    assert ["prefill", "10.0", "12.2"] in [line.split() for line in result.stdout.splitlines()]
     assert json.loads(kvrelay("explain", "r", "--json", "--router", router.address).stdout)["outcome"] == "stop"
+
+
+def test_explain_without_an_id_lists_the_last_requests(router: FakeRouter) -> None:
+    lines = kvrelay("explain", "--last", "2", "--router", router.address).stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["request-0", "request-1"]
+    assert "48" in lines[1]
+    printed = json.loads(kvrelay("explain", "--json", "--router", router.address).stdout)
+    assert len(printed) == 20
+    assert printed[0]["considered"][0]["terms"][1]["actual_ms"] == 12.25
 
 
 def test_chat_sends_the_whole_conversation_and_leaves_at_the_end_of_input(router: FakeRouter) -> None:

@@ -355,7 +355,10 @@ def test_the_other_calls_return_typed_values(router: FakeRouter, caller: Caller)
     assert caller.unary(router.address, "tokenize", "text") == (5, 6, 70_000)
     assert caller.unary(router.address, "models") == (kvrelay.ModelCard("smollm2-135m", 8192, b"\x01\x02"),)
     explanation = caller.unary(router.address, "explain", "request-1")
-    assert [(term.name, term.ms) for term in explanation.considered[0].terms] == [("queue", 1.5), ("prefill", 10.0)]
+    (pair,) = explanation.considered
+    assert pair.terms == (kvrelay.PriceTerm("queue", 1.5, None), kvrelay.PriceTerm("prefill", 10.0, 12.25))
+    assert (pair.affinity_ms, pair.cached_tokens, pair.found_cached_tokens) == (2.5, 48, 32)
+    assert [entry.request_id for entry in caller.unary(router.address, "recent", 2)] == ["request-0", "request-1"]
     status = caller.unary(router.address, "status")
     assert [worker.state for worker in status.workers] == ["ready", "lost"]
     assert status.workers[1].errors == {"DigestMismatch": 3}

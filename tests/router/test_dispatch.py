@@ -148,8 +148,13 @@ async def test_without_a_prefill_worker_the_decode_worker_computes_the_prompt(fl
     assert sum(parts.values()) == finished.waterfall.ttft_us
 
 
-async def test_a_prompt_under_the_local_limit_is_computed_by_the_decode_worker(fleet: Fleet) -> None:
-    await fleet.start(one_pair(), local_prefill_max_tokens=11)
+async def test_a_prompt_under_the_local_limit_is_computed_by_the_decode_worker_where_that_is_faster(
+    fleet: Fleet,
+) -> None:
+    workers = one_pair()
+    workers[0].load.waiting_tokens = 5000
+    await fleet.start(workers, local_prefill_max_tokens=11)
+    await workers[0].heartbeats(2)
     short, long = fleet.call(PROMPT), fleet.call(PROMPT + b"!")
     assert (await short.done()).route.prefill_worker == ""
     assert (await long.done()).route.prefill_worker == "p0"
@@ -262,6 +267,12 @@ async def test_explain_keeps_prices_route_waterfall_and_outcome(fleet: Fleet) ->
     assert explained.outcome == "length"
     assert explained.route == finished.route
     assert explained.waterfall == finished.waterfall
-    (chosen,) = explained.considered
+    chosen, other = explained.considered
     assert (chosen.prefill_worker, chosen.decode_worker) == ("p0", "d0")
+    assert (other.prefill_worker, other.decode_worker) == ("", "d0")
+    actual = {term.name: term.actual_ms for term in chosen.terms if term.HasField("actual_ms")}
+    assert (actual["prefill_queue"], actual["prefill_compute"]) == (QUEUE_US / 1000, COMPUTE_US / 1000)
+    assert actual["decode_blocks"] == WAIT_US / 1000
+    assert chosen.found_cached_tokens == 0
+    assert fleet.dispatcher.history.term_errors.keys() == actual.keys()
     assert chosen.total_ms == pytest.approx(sum(term.ms for term in chosen.terms))

@@ -12,10 +12,10 @@ from engine.block_hash import pack_tokens
 from engine.routing_key import RoutingKeys
 from kvrelay.v1 import worker_pb2
 from router.block_follower import BlockFollower, FollowerState
-from router.dispatch import SCOPE
 from router.server import RouterServer
 
 PROMPT = list(range(1, 90))
+SCOPE = b""
 
 
 class Noted:
@@ -91,7 +91,24 @@ async def test_evicted_blocks_leave_the_index(tmp_path: Path, noted: Noted) -> N
         await cluster.generate([token + 50 for token in PROMPT])
         await noted.equal(cluster.router, cluster.prefill[0], at_least=11)
         await noted.equal(cluster.router, cluster.decode[0], at_least=33)
-        assert depths(cluster.router, PROMPT)["prefill-0"] < 11
+        blocks = cluster.router.registry.session("prefill-0").blocks
+        assert blocks is not None
+        keys = RoutingKeys(0, SCOPE, pack_tokens(PROMPT), 8).all_short()
+        assert not set(keys) <= set(cluster.router.registry.index.resident(blocks.slot))
+
+
+async def test_a_short_tail_is_computed_by_the_decode_worker_that_holds_the_rest(tmp_path: Path, noted: Noted) -> None:
+    async with OneProcessCluster(tmp_path, router={"local_prefill_max_tokens": 128}) as cluster:
+        first = await cluster.generate(PROMPT)
+        await noted.equal(cluster.router, cluster.decode[0], at_least=12)
+        second = await cluster.generate(PROMPT + first.token_ids)
+        assert first.route.prefill_worker == "prefill-0"
+        assert second.route.prefill_worker == ""
+        assert second.finished is not None
+        assert second.finished.usage.cached_tokens == 96
+        (record,) = cluster.router.dispatcher.history.recent(1)
+        (chosen, *_) = record.to_proto().considered
+        assert (chosen.cached_tokens, chosen.found_cached_tokens) == (96, 96)
 
 
 async def test_a_new_router_is_warm_from_what_the_workers_list(tmp_path: Path, noted: Noted) -> None:

@@ -74,7 +74,9 @@ async def check_idle(worker: WorkerProcess) -> None:
 @asynccontextmanager
 async def serving(workers: Sequence[WorkerProcess], model: Path) -> AsyncIterator[Clients]:
     addresses = tuple(worker.ready["address"] for worker in workers)
-    config = RouterConfig(model_path=str(model), model_name="tiny", workers=addresses, silence_s=1.5)
+    config = RouterConfig(
+        model_path=str(model), model_name="tiny", workers=addresses, silence_s=1.5, local_prefill_max_tokens=0
+    )
     server = RouterServer(config)
     async with grpc.aio.insecure_channel(await server.start()) as channel:
         try:

@@ -179,10 +179,32 @@ class FakeRouter(router_pb2_grpc.RouterServicer, router_pb2_grpc.AdminServicer):
 
     def Explain(self, request: router_pb2.ExplainRequest, context: grpc.ServicerContext) -> router_pb2.ExplainResponse:
         self._received(request, context)
-        terms = [router_pb2.PriceTerm(name="queue", ms=1.5), router_pb2.PriceTerm(name="prefill", ms=10.0)]
-        pair = router_pb2.PricedPair(prefill_worker="prefill-0", decode_worker="decode-0", total_ms=11.5, terms=terms)
+        terms = [
+            router_pb2.PriceTerm(name="queue", ms=1.5),
+            router_pb2.PriceTerm(name="prefill", ms=10.0, actual_ms=12.25),
+        ]
+        pair = router_pb2.PricedPair(
+            prefill_worker="prefill-0",
+            decode_worker="decode-0",
+            total_ms=11.5,
+            terms=terms,
+            affinity_ms=2.5,
+            cached_tokens=48,
+            found_cached_tokens=32,
+        )
         return router_pb2.ExplainResponse(
             request_id=request.request_id, considered=[pair], route=ROUTE, waterfall=WATERFALL, outcome="stop"
+        )
+
+    def ListRecent(
+        self, request: router_pb2.ListRecentRequest, context: grpc.ServicerContext
+    ) -> router_pb2.ListRecentResponse:
+        self._received(request, context)
+        return router_pb2.ListRecentResponse(
+            requests=[
+                self.Explain(router_pb2.ExplainRequest(request_id=f"request-{n}"), context)
+                for n in range(request.limit)
+            ]
         )
 
     def ListModels(

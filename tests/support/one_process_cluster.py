@@ -87,7 +87,10 @@ class OneProcessCluster:
         router: dict[str, Any] | None = None,
         **worker: Any,
     ) -> None:
-        """Settings: `prefill`, `decode` of `EngineConfig`; `router` of `RouterConfig`; `worker` of `WorkerConfig`."""
+        """Settings: `prefill`, `decode` of `EngineConfig`; `router` of `RouterConfig`; `worker` of `WorkerConfig`.
+
+        Prompts are split, however short, unless `router` says otherwise.
+        """
         torch.set_num_threads(1)
         self._folder = make_model_folder(folder)
         self._settings = {PrefillWorker: prefill or {}, DecodeWorker: decode or {}}
@@ -96,7 +99,7 @@ class OneProcessCluster:
         self._router_config = RouterConfig(
             model_path=str(folder),
             model_name="fake",
-            **{"no_worker_wait_s": 5.0, "reconnect_min_s": 0.01} | (router or {}),
+            **{"no_worker_wait_s": 5.0, "reconnect_min_s": 0.01, "local_prefill_max_tokens": 0} | (router or {}),
         )
         self.prefill: list[ClusterWorker] = []
         self.decode: list[ClusterWorker] = []

@@ -136,7 +136,7 @@ async def test_a_fault_is_500_and_logged_and_the_router_lives_on(
 ) -> None:
     await front.start()
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(front.server.dispatcher, "_price", lambda _: 1 / 0)
+        patch.setattr(front.server.dispatcher, "_decide", lambda _: 1 / 0)
         status, error = await front.refused(CHAT, messages=MESSAGES)
     assert (status, error["code"]) == (500, "internal_error")
     assert "ZeroDivisionError" in caplog.text

@@ -32,7 +32,7 @@ from kv_links import (
     ticket,
 )
 
-from engine.errors import ConfigError, HandshakeRefused, InternalError, LinkClosed, ProtocolError
+from engine.errors import HandshakeRefused, LinkClosed, ProtocolError
 from kv_transfer.digest import PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import (
@@ -50,8 +50,6 @@ from kv_transfer.frames import (
     encode,
 )
 from kv_transfer.identity import LinkEndpoint, PeerIdentity
-from kv_transfer.link import LinkSettings
-from kv_transfer.receiver import KvReceiver
 from kv_transfer.transport_shm import read_only
 
 HELLO = Hello(
@@ -365,37 +363,6 @@ def test_random_bytes_on_a_socket_end_in_a_closed_connection(
     shared_decode.table.close("t")
 
 
-def test_calls_that_cannot_be_meant_are_refused_at_the_caller(decode: DecodeSide) -> None:
-    with prefill_side() as prefill:
-        expected = decode.expect("t", [5])
-        info = ticket("t", decode.receiver.endpoint(), expected)
-        prefill.sender.open("t", info, in_time())
-
-        with pytest.raises(InternalError, match="open transfer already"):
-            prefill.sender.open("t", info, in_time())
-        with pytest.raises(InternalError, match="no block of this pool"):
-            prefill.sender.send("t", outgoing([0], first_source=NUM_BLOCKS))
-
-        prefill.sender.send("t", outgoing([0]))
-        prefill.sender.finish("t")
-        assert isinstance(prefill.listener.next(), Done)
-        prefill.sender.finish("t")
-        prefill.sender.abort("unknown")
-
-
-def test_settings_must_be_positive() -> None:
-    with pytest.raises(ConfigError, match="progress_timeout_s must be positive"):
-        LinkSettings(progress_timeout_s=0)
-
-
-def test_an_endpoint_is_known_only_after_start() -> None:
-    with decode_side() as decode:
-        other = KvReceiver(identity("decode-1"), decode.pool, decode.table, decode.listener)
-        with pytest.raises(LinkClosed, match="not started"):
-            other.endpoint()
-        other.close(WAIT_S)
-
-
 def test_closing_the_sender_ends_a_handshake_that_nobody_answers() -> None:
     with decode_side() as decode, socket.create_server(("127.0.0.1", 0)) as mute:
         endpoint = replace(
@@ -407,9 +374,3 @@ def test_closing_the_sender_ends_a_handshake_that_nobody_answers() -> None:
                 prefill.sender.close(WAIT_S)
 
             assert prefill.listener.events.get_nowait() == Failed("t", LinkClosed)
-
-
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
-def test_an_address_that_nobody_can_connect_to_is_refused(decode: DecodeSide, host: str) -> None:
-    with pytest.raises(ConfigError, match="host must be the address"):
-        KvReceiver(identity("decode-1"), decode.pool, decode.table, decode.listener, host)

@@ -90,6 +90,8 @@ class RouterConfig:
     """Of a client's message."""
     body_timeout_s: float = 30.0
     """For the body of an HTTP request to arrive."""
+    last_word_s: float = 10.0
+    """For the client of an event stream to take its end, once nothing else of the request is left."""
     max_prompt_bytes: int = MIB
     """Of a prompt's text, or of all texts of a chat; more is refused before it is tokenized, and so is less that cannot
     have as few tokens as the model takes."""
@@ -158,5 +160,6 @@ _SECONDS = (
     "reconnect_min_s",
     "keepalive_s",
     "body_timeout_s",
+    "last_word_s",
     "speculation_s",
 )

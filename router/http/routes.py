@@ -148,7 +148,8 @@ class Routes:
             answer = Answer(call, self._model.tokenizer, request_id, model, int(time.time()))
             headers = {REQUEST_ID: request_id}
             if call.stream:
-                return await self._stream(tenant, call, answer, EventStream(request, headers), names)
+                stream = EventStream(request, headers, self._config.last_word_s)
+                return await self._stream(tenant, call, answer, stream, names)
             return web.json_response(answer.whole(await self._collect(tenant, call)), headers=headers)
         except EngineError as error:
             return error_response(error, self._config.retry_after_s, names)

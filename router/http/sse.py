@@ -22,8 +22,10 @@ class EventStream:
     A write waits while the client does not read. Several tasks may write.
     """
 
-    def __init__(self, request: web.Request, headers: dict[str, str]) -> None:
+    def __init__(self, request: web.Request, headers: dict[str, str], last_word_s: float) -> None:
+        """`last_word_s` is for the client to take the end of the stream; then its connection is cut."""
         self._request = request
+        self._last_word_s = last_word_s
         self.response = web.StreamResponse(headers=HEADERS | headers)
         self._beginning = asyncio.Lock()
 
@@ -39,13 +41,21 @@ class EventStream:
 
     async def done(self) -> None:
         """The answer is complete."""
-        await self._write(DONE)
-        await self.response.write_eof()
+        await self._end(DONE)
 
     async def fail(self, body: dict[str, Any]) -> None:
         """The answer ends here, incomplete: an error event, and no `[DONE]`."""
-        await self._write(f"event: error\ndata: {_json(body)}\n\n".encode())
-        await self.response.write_eof()
+        await self._end(f"event: error\ndata: {_json(body)}\n\n".encode())
+
+    async def _end(self, data: bytes) -> None:
+        """The request is over, and its deadline with it: a client that does not read is not waited for."""
+        try:
+            async with asyncio.timeout(self._last_word_s):
+                await self._write(data)
+                await self.response.write_eof()
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
 
     async def _write(self, data: bytes) -> None:
         if not self.response.prepared:

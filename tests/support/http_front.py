@@ -86,6 +86,19 @@ class HttpFront:
         async with self.http.post(path, json=body | {"stream": True}) as response:
             yield response
 
+    def connections(self) -> list[asyncio.WriteTransport]:
+        """Of HTTP clients, as the server has them."""
+        http = self.server._http
+        assert http is not None
+        assert http._runner.server is not None
+        return [c.transport for c in http._runner.server.connections if c.transport is not None]
+
+    async def disconnected(self, connection: asyncio.WriteTransport) -> None:
+        """Wait until the server has let go of it."""
+        async with asyncio.timeout(BOUND_S):
+            while connection in self.connections():  # noqa: ASYNC110  # aiohttp tells nobody
+                await asyncio.sleep(0)
+
     async def idle(self) -> None:
         """Wait until nothing of any request is left."""
         for worker in self.workers:

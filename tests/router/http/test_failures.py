@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import socket
 
 import pytest
 from fake_worker import FakeWorker, expected_output
@@ -108,6 +110,32 @@ async def test_a_client_that_goes_away_before_the_first_token_cancels_everywhere
     await front.decode.got("cancel")
     await front.idle()
     assert front.server.dispatcher.history.requests_cancelled == 1
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "outcome"), [(170, "DEADLINE_EXCEEDED"), (40, "length")], ids=["in the middle", "at the end"]
+)
+async def test_a_client_that_does_not_read_is_cut_off(front: HttpFront, max_tokens: int, outcome: str) -> None:
+    await front.start(min_gap_s=0.0, last_word_s=0.05)
+    host, port = front.server.http_address.split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, (host, int(port)))
+        front.prefill.hold("prefill")
+        body = json.dumps({"messages": MESSAGES, "max_tokens": max_tokens, "stream": True, "logprobs": True})
+        head = f"POST {CHAT}?timeout=0.5 HTTP/1.1\r\nHost: x\r\nX-Request-Id: {'r' * 128}\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        await loop.sock_sendall(client, (head + body).encode())
+        await front.prefill.reached("prefill")
+        (connection,) = front.connections()
+        connection.set_write_buffer_limits(high=0)
+        connection.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        front.prefill.release("prefill")
+        await front.disconnected(connection)
+    await front.idle()
+    assert front.server.dispatcher.history.find("r" * 128).outcome.startswith(outcome)
 
 
 async def test_a_live_request_can_be_cancelled_by_its_id_and_ends_with_499(front: HttpFront) -> None:

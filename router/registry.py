@@ -11,11 +11,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kvrelay.v1 import worker_pb2
 from router.config import RouterConfig
 from router.peer import Peer, check_peer
 from router.prefix_index import PrefixIndex
 from router.session import WorkerSession
-from router.snapshot import DECODE, WorkerSnapshot
+from router.snapshot import DECODE, PREFILL, WorkerSnapshot
 from router.worker_client import WorkerClient, WorkerState
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class Registry:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         """Cancelled, not yet done."""
+        self._introduced: set[WorkerSession] = set()
+        """Sessions that know each other."""
         self._change = asyncio.Event()
         self._departed: dict[str, Departed] = {}
         """By name; the last that were taken away, oldest first."""
@@ -200,8 +203,19 @@ class Registry:
         if ready or self._was_ready:
             self._ready_until = self._now()
         self._was_ready = ready
+        self._introduce()
         self._change.set()
         self._change = asyncio.Event()
+
+    def _introduce(self) -> None:
+        """Tell prefill workers of decode workers, once one of the two is new, so that their links are open in time."""
+        sessions = self._sessions()
+        for one in sessions:
+            for other in sessions:
+                met = one in self._introduced and other in self._introduced
+                if not met and one.peer.role == PREFILL and one.peer.transports and other.peer.prewarm is not None:
+                    one.send(worker_pb2.SessionRequest(prewarm=other.peer.prewarm))
+        self._introduced = set(sessions)
 
 
 def _log_fault(task: asyncio.Task[None]) -> None:

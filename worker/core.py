@@ -112,6 +112,7 @@ class WorkerCore(Generic[T]):
             native=self.parts.native.name if self.parts.native is not None else "",
             tells_blocks=True,
             layout=layout_to_proto(self.parts.kv.layout),
+            kv_transports=self.config.kv_transports,
             kernels=self.parts.kernels,
         )
 

@@ -29,7 +29,7 @@ def read_request(
     )
 
 
-def read_layout(ticket: worker_pb2.Ticket) -> KvLayout | None:
+def read_layout(ticket: worker_pb2.Ticket | worker_pb2.Prewarm) -> KvLayout | None:
     """Of the decode worker's blocks; None if it did not say. Raises `RequestError` (field `ticket`)."""
     if not ticket.HasField("layout"):
         return None

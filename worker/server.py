@@ -165,8 +165,8 @@ class WorkerServer:
                 continue
             if kind is None or kind == "hello":
                 raise SessionOver(grpc.StatusCode.INVALID_ARGUMENT, f"expected a request, got {kind or 'nothing'}")
-            request_id: str = getattr(message, kind).request_id
-            if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
+            request_id: str = getattr(getattr(message, kind), "request_id", "")
+            if kind != "prewarm" and not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
                 raise SessionOver(
                     grpc.StatusCode.INVALID_ARGUMENT,
                     f"{kind}.request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters, got {len(request_id)}",

@@ -29,6 +29,7 @@ class SessionRequest(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     LIST_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREWARM_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First, exactly once."""
@@ -49,6 +50,10 @@ class SessionRequest(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def list_blocks(self) -> Global___ListBlocks: ...
+    @_builtins.property
+    def prewarm(self) -> Global___Prewarm:
+        """Prefill worker that says its kv_transports. Not answered."""
+
     def __init__(
         self,
         *,
@@ -58,12 +63,13 @@ class SessionRequest(_message.Message):
         prefill: Global___Prefill | None = ...,
         cancel: Global___Cancel | None = ...,
         list_blocks: Global___ListBlocks | None = ...,
+        prewarm: Global___Prewarm | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "list_blocks", b"list_blocks", "message", b"message", "prefill", b"prefill", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "list_blocks", b"list_blocks", "message", b"message", "prefill", b"prefill", "prewarm", b"prewarm", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "list_blocks", b"list_blocks", "message", b"message", "prefill", b"prefill", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "list_blocks", b"list_blocks", "message", b"message", "prefill", b"prefill", "prewarm", b"prewarm", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserve", "start", "prefill", "cancel", "list_blocks"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserve", "start", "prefill", "cancel", "list_blocks", "prewarm"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -167,6 +173,37 @@ class Hello(_message.Message):
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
+class Prewarm(_message.Message):
+    """A decode worker that a prefill worker may have to send to: its link may be opened now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    LINK_ENDPOINT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.str
+    link_endpoint: _builtins.bytes
+    @_builtins.property
+    def layout(self) -> Global___KvLayout: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        link_endpoint: _builtins.bytes = ...,
+        layout: Global___KvLayout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "layout", b"layout", "link_endpoint", b"link_endpoint", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prewarm: _TypeAlias = Prewarm  # noqa: Y015
+
+@_typing.final
 class Welcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -185,6 +222,7 @@ class Welcome(_message.Message):
     TELLS_BLOCKS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    KV_TRANSPORTS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
@@ -212,6 +250,10 @@ class Welcome(_message.Message):
     def layout(self) -> Global___KvLayout:
         """Of its KV blocks: that of a decode worker must be one that prefill workers can make."""
 
+    @_builtins.property
+    def kv_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of its links. A pair needs one in common."""
+
     def __init__(
         self,
         *,
@@ -230,10 +272,11 @@ class Welcome(_message.Message):
         tells_blocks: _builtins.bool = ...,
         layout: Global___KvLayout | None = ...,
         kernels: _builtins.str = ...,
+        kv_transports: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kernels", b"kernels", "layout", b"layout", "link_endpoint", b"link_endpoint", "max_model_len", b"max_model_len", "model", b"model", "native", b"native", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "tells_blocks", b"tells_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kernels", b"kernels", "kv_transports", b"kv_transports", "layout", b"layout", "link_endpoint", b"link_endpoint", "max_model_len", b"max_model_len", "model", b"model", "native", b"native", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "tells_blocks", b"tells_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

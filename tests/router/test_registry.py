@@ -105,6 +105,50 @@ async def test_a_worker_with_another_block_size_than_the_fleet_is_refused(worker
     registry.check_integrity()
 
 
+@pytest.mark.parametrize("roles", [("decode", "prefill"), ("prefill", "decode")])
+async def test_a_worker_with_no_transport_in_common_is_refused_with_both_offers(
+    workers: Workers, roles: tuple[str, str]
+) -> None:
+    registry = workers.start_registry()
+    registry.add_addresses([await workers.start(FakeWorker(roles[0], "w0", kv_transports=["shm", "tcp"]))])
+    await workers.until(WorkerState.READY)
+    registry.add_addresses([await workers.start(FakeWorker(roles[1], "w1", kv_transports=["gloo"]))])
+    await workers.until(WorkerState.LOST, "kv_transports have none in common", at=1)
+    assert "gloo of w1" in registry.why_not_ready()
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+async def test_a_prefill_worker_hears_of_each_decode_worker_once_whoever_comes_first(
+    workers: Workers, first: str
+) -> None:
+    decode = FakeWorker("decode", "d0", kv_transports=["tcp"], link_endpoint=b"there")
+    prefill = FakeWorker("prefill", "p0", kv_transports=["tcp"])
+    order = [prefill, decode] if first == "prefill" else [decode, prefill]
+    registry = workers.start_registry()
+    for number, worker in enumerate(order):
+        registry.add_addresses([await workers.start(worker)])
+        await workers.until(WorkerState.READY, at=number)
+
+    heard = await prefill.got("prewarm")
+    registry.add_addresses([await workers.start(FakeWorker("decode", "d1", kv_transports=["tcp"]))])
+    await prefill.got("prewarm", 2)
+
+    assert (heard.prewarm.worker_id, heard.prewarm.link_endpoint) == ("d0", b"there")
+    assert [message.prewarm.worker_id for message in prefill.all("prewarm")] == ["d0", "d1"]
+    assert decode.all("prewarm") == []
+
+
+async def test_an_old_prefill_worker_hears_nothing_that_it_does_not_know(workers: Workers) -> None:
+    old, new = FakeWorker("prefill", "p0"), FakeWorker("prefill", "p1", kv_transports=["tcp"])
+    registry = workers.start_registry()
+    registry.add_addresses([await workers.start(worker) for worker in (old, new)])
+    registry.add_addresses([await workers.start(FakeWorker("decode", "d0", kv_transports=["tcp"]))])
+
+    await new.got("prewarm")
+
+    assert old.all("prewarm") == []
+
+
 LAYOUT = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "block_size": 4, "dtype": "float32"}
 
 

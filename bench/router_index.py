@@ -1,0 +1,147 @@
+"""The router's prefix index and decisions beside Dynamo's: `python -m bench.router_index [--json]`.
+
+A million blocks at 64 workers. Dynamo's Python binding and ours run in one process, in Dynamo's environment
+(`python -m bench.peers dynamo`), by turns; their answers are compared. Its side gets lists of ints, because that is
+what the binding takes; ours gets the tokens as they come in, as bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import statistics
+import struct
+
+import click
+
+from bench.peers import PeerMissing, ask
+from bench.report import REPOSITORY, Goal, Report, median_spread
+from bench.router_index_load import (
+    EVENT_BLOCKS,
+    KnownKeys,
+    OurDecision,
+    OurIndex,
+    conversations,
+    interleaved,
+)
+from engine.routing_key import RoutingKeys
+from router.prefix_index import PrefixIndex
+
+GOALS = (
+    Goal("lookup_ratio", ">=", 3.0),
+    Goal("decision_ratio", ">=", 6.0),
+    Goal("ingest_ratio", ">=", 3.0),
+    Goal("selection_ratio", ">=", 15.0),
+    Goal("bytes_per_block", "<=", 100.0),
+    Goal("soak_growth", "<=", 1.05),
+)
+NUM_WORKERS = 64
+RATIOS = {"lookup_ratio": "lookup", "decision_ratio": "decision", "ingest_ratio": "store", "selection_ratio": "select"}
+SOAK_BYTES = 256 << 20
+
+
+@click.command(help="Prefix index and decisions beside Dynamo's.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
+@click.option("--conversations", "count", type=int, default=2600, show_default=True, help="2600: a million blocks.")
+@click.option("--rounds", type=int, default=9, show_default=True, help="Repetitions of each timing.")
+@click.option("--soak-events", type=int, default=10_000_000, show_default=True, help="Blocks stored under a cap.")
+def main(as_json: bool, count: int, rounds: int, soak_events: int) -> None:
+    report = Report("router_index", GOALS)
+    report.notes.append(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    measure_memory(report, count)
+    soak(report, soak_events)
+    compare(report, count, rounds)
+    report.notes.append(f"load at the end: {os.getloadavg()[0]:.1f}")
+    report.print(as_json)
+
+
+def measure_memory(report: Report, count: int) -> None:
+    """Growth of the process's resident memory for each distinct block."""
+    held = conversations(NUM_WORKERS, count)
+    packed = [RoutingKeys(7, b"", c.tokens, 16).all_short() for c in held]
+    events = [struct.pack(f"<{len(keys)}Q", *keys) for keys in packed]
+    workers = [conversation.worker for conversation in held]
+    del held, packed
+    before = resident_bytes()
+    index = PrefixIndex(1 << 30)
+    slots = [index.add_worker() for _ in range(NUM_WORKERS)]
+    for worker, event in zip(workers, events, strict=True):
+        for start in range(0, len(event), 8 * EVENT_BLOCKS):
+            piece = event[start : start + 8 * EVENT_BLOCKS]
+            index.store(slots[worker], struct.unpack(f"<{len(piece) // 8}Q", piece))
+    num_blocks = index.stats().keys
+    report.figures["bytes_per_block"] = (resident_bytes() - before) / num_blocks
+    report.notes.append(f"bytes_per_block: growth of resident memory; {num_blocks:,} blocks")
+
+
+def soak(report: Report, num_events: int) -> None:
+    """New blocks without end, under a cap: resident memory at the end over that after a fifth of them."""
+    index = PrefixIndex(SOAK_BYTES)
+    slot, after_a_fifth = index.add_worker(), 0
+    mixed = 0x9E3779B97F4A7C15
+    for start in range(0, num_events, EVENT_BLOCKS):
+        index.store(slot, [(n * mixed) % (1 << 60) for n in range(start, start + EVENT_BLOCKS)])
+        index.maintain()
+        if start * 5 <= num_events < (start + EVENT_BLOCKS) * 5:
+            after_a_fifth = resident_bytes()
+    report.figures["soak_growth"] = resident_bytes() / after_a_fifth
+    stats = index.stats()
+    report.notes.append(
+        f"soak: {num_events:,} blocks stored, {stats.evictions:,} evicted, {stats.keys:,} kept in about "
+        f"{stats.num_bytes / 2**20:.0f} MiB of {SOAK_BYTES / 2**20:.0f}"
+    )
+
+
+def compare(report: Report, count: int, rounds: int) -> None:
+    arguments = [str(REPOSITORY), str(NUM_WORKERS), str(count), str(rounds)]
+    try:
+        found: dict[str, list[float]] = ask("dynamo", "dynamo_index.py", arguments, timeout_s=900.0)
+    except PeerMissing as missing:
+        report.notes.append(f"no ratios: {missing}")
+        found = time_ours(count, rounds)
+    for figure, what in RATIOS.items():
+        ours = found[f"{what}_ours"]
+        report.figures[f"{what}_us"] = statistics.median(ours)
+        report.notes.append(f"{what}: ours {median_spread(ours)} us")
+        if (theirs := found.get(f"{what}_dynamo")) is None:
+            continue
+        report.peers[f"{what}_us"] = statistics.median(theirs)
+        report.figures[figure] = statistics.median(theirs) / statistics.median(ours)
+        least = min(theirs) / min(ours)
+        report.notes.append(f"{what}: Dynamo {median_spread(theirs)} us; ratio of the least figures {least:.3g}")
+
+
+def time_ours(count: int, rounds: int) -> dict[str, list[float]]:
+    """Without the peer."""
+    held, ours = conversations(NUM_WORKERS, count), OurIndex(NUM_WORKERS)
+    stored = [ours.messages(conversation) for conversation in held]
+
+    def store() -> int:
+        for conversation, messages in zip(held, stored, strict=True):
+            ours.feed(conversation.worker, messages)
+        return EVENT_BLOCKS * sum(map(len, stored))
+
+    found = interleaved({"store_ours": store}, 1)
+    ours.check()
+    asked, decide = held[:: max(1, count // 100)], OurDecision(ours)
+    known = [KnownKeys(RoutingKeys(7, b"", c.tokens, 16).all_short()) for c in asked]
+    return found | interleaved(
+        {
+            "lookup_ours": lambda: len([ours.index.lookup(keys, 0.0) for keys in known]),
+            "decision_ours": lambda: len([ours.matches(c.tokens) for c in asked]),
+            "select_ours": lambda: len([decide.choose(c.tokens) for c in asked]),
+        },
+        rounds,
+    )
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()

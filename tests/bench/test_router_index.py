@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import random
+
+from bench.report import Report
+from bench.router_index import measure_memory, soak, time_ours
+from bench.router_index_load import PROMPT_BLOCKS, SYSTEM_BLOCKS, OurDecision, OurIndex, conversations
+
+
+def test_our_index_holds_each_conversation_where_it_is_said_to_be() -> None:
+    held, ours = conversations(8, 20), OurIndex(8)
+    for conversation in held:
+        ours.feed(conversation.worker, ours.messages(conversation))
+    ours.check()
+    for conversation in held:
+        depths = ours.depths(ours.matches(conversation.tokens))
+        assert depths[conversation.worker] == PROMPT_BLOCKS
+        assert set(depths.values()) <= {PROMPT_BLOCKS, SYSTEM_BLOCKS}
+        cut = conversation.cut(300, random.Random(1))
+        assert ours.depths(ours.matches(cut.tokens))[conversation.worker] == 300
+    some = held[0]
+    ours.feed(some.worker, ours.messages(some, SYSTEM_BLOCKS, remove=True))
+    ours.check()
+    assert ours.depths(ours.matches(some.tokens))[some.worker] == SYSTEM_BLOCKS
+
+
+def test_the_decision_is_for_the_holder() -> None:
+    held, ours = conversations(8, 20), OurIndex(8)
+    for conversation in held:
+        ours.feed(conversation.worker, ours.messages(conversation))
+    decide = OurDecision(ours)
+    assert [decide.choose(c.tokens) for c in held] == [f"w{c.worker}" for c in held]
+
+
+def test_a_small_run_gives_every_figure() -> None:
+    report = Report("router_index")
+    measure_memory(report, 20)
+    soak(report, 10_000)
+    assert report.figures["bytes_per_block"] > 0
+    assert report.figures["soak_growth"] > 0
+    assert {"store_ours", "lookup_ours", "decision_ours", "select_ours"} == time_ours(20, 2).keys()

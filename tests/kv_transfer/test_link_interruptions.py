@@ -16,6 +16,7 @@ from kv_links import (
     SETTINGS,
     TRANSPORTS,
     WAIT_S,
+    Adopted,
     DecodeSide,
     Failed,
     Lost,
@@ -28,8 +29,10 @@ from kv_links import (
     only,
     outgoing,
     prefill_side,
+    same_bytes,
     ticket,
 )
+from kv_sender_process import FILL_SEED
 from link_process import LinkProcess, receiver_process, sender_process
 
 from engine.errors import LinkClosed
@@ -92,6 +95,28 @@ def test_a_receiver_is_free_by_its_deadline_and_keeps_nothing_of_a_sender_that_s
     assert (decode.table.stats().open, decode.table.stats().ending) == (0, 0)
     decode.receiver.close(WAIT_S)
     assert decode.receiver.stats().links_open == 0
+
+
+def test_what_was_adopted_of_a_pool_whose_owner_was_killed_in_the_middle_is_right(decode: DecodeSide) -> None:
+    slots = [3, 0, 2, 1]
+    with sender_process("large") as sender:
+        sender.begin(decode, "shm", "t", slots, generation=1)
+        sender.tell("send", ticket_id="t", ordinals=[0, 1, 2, 3])  # 256 MiB
+        events = [decode.listener.next()]
+        kill(sender)
+        while len(events) < 4 and not isinstance(events[-1], Lost):
+            events.append(decode.listener.next())
+
+    adopted = [event.ordinal for event in events if isinstance(event, Adopted)]
+    assert adopted
+    assert sorted((*adopted, *decode.table.missing("t"))) == [0, 1, 2, 3]
+    assert decode.table.close("t") == frozenset()
+    decode.receiver.close(WAIT_S)
+    assert decode.receiver.stats().links_open == 0
+    source = MemoryPool(LARGE_LAYOUT, NUM_LARGE_BLOCKS)
+    source.fill(FILL_SEED)
+    assert all(same_bytes(source, ordinal, decode.pool, slots[ordinal]) for ordinal in adopted)
+    source.close()
 
 
 @pytest.mark.parametrize("transport", ["tcp", "gloo"])

@@ -212,7 +212,7 @@ class Dispatcher:
                     self._check_fits(job.request)
                     placed = self._decide(job)
                     if placed is not None:
-                        if job.stream.log.num_outputs == 0:
+                        if job.stream.log.num_outputs == 0 and self._speed_is_known(placed):
                             check_in_time(placed.placement.considered(1)[0], job.live.remaining_s())
                         job.record.placed(placed.placement)
                         return placed
@@ -222,6 +222,11 @@ class Dispatcher:
         except TimeoutError:
             why = self._registry.why_no_decode_worker()
             raise NoWorkers(f"no decode worker within {wait_s:.3g} s: {why}") from None
+
+    def _speed_is_known(self, placed: Placed) -> bool:
+        """Of the worker that would compute the prompt: nobody is refused by a guess."""
+        pair = placed.placement
+        return self._registry.session(pair.prefill_worker or pair.decode_worker).load.prefill_tokens_per_s > 0
 
     def _no_worker_wait_s(self) -> float:
         """Shorter where it cannot be hoped that a worker is being replaced."""

@@ -39,6 +39,16 @@ async def test_a_busy_fleet_sheds_what_it_cannot_begin_in_time_and_nothing_is_se
     assert isinstance(error, QueueFull)
     assert error.retry_after_s == pytest.approx(45.0, rel=0.1)
     assert decode.all("reserve") == []
-    call = fleet.call(PROMPT, timeout_s=90.0)
+    call = fleet.call(PROMPT, timeout_s=90.0)  # has the time
+    await call.done()
+    assert call.token_ids == expected_output(PROMPT, 6)
+
+
+async def test_nobody_is_refused_by_the_speed_that_a_worker_is_taken_to_have(fleet: Fleet) -> None:
+    prefill, decode = FakeWorker("prefill", "p0"), FakeWorker("decode", "d0")
+    prefill.load = worker_pb2.Load(waiting=9, waiting_tokens=50_000, blocks_free=64)
+    await fleet.start([prefill, decode], local_prefill_max_tokens=0)
+    await prefill.heartbeats(2)
+    call = fleet.call(PROMPT, timeout_s=5.0)
     await call.done()
     assert call.token_ids == expected_output(PROMPT, 6)

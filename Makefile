@@ -5,7 +5,7 @@ PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
 RELEASED := tests/data/protos/released.binpb
 PACKAGES := kvrelay router worker prefill_worker decode_worker kv_transfer engine cluster bench
 
-.PHONY: venv tools demo test check format proto proto-released bench bench-peers gpu-check clean
+.PHONY: venv tools demo test explore check format proto proto-released bench bench-peers gpu-check clean
 
 venv: $(VENV)/.installed
 
@@ -35,6 +35,9 @@ demo: venv
 
 test: tools check
 	$(PY) -m pytest
+
+explore: venv
+	$(PY) -m tests.explore --schedules 1000000
 
 check: tools
 	$(VENV)/bin/ruff check .

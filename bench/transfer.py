@@ -286,6 +286,7 @@ def main(as_json: bool, quick: bool, runs: int, model: str) -> None:
             measure_kill(report, num_blocks=128, runs=5, cache=cache)
             measure_exposed(report, model, runs=5)
             measure_peers(report)
+    report.notes.append('no adopt_us: nothing is handed over without a copy; ARCHITECTURE.md, "One copy, not none"')
     report.print(as_json)
 
 

@@ -56,6 +56,7 @@ class RouterMetrics(Collector):
         self._ttft, self._itl, self._e2e = Histogram(_TTFT_S), Histogram(_ITL_S), Histogram(_E2E_S)
         self._finished: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
+        self._answered: Counter[tuple[str, int]] = Counter()
         self._tokens: Counter[str] = Counter()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -72,6 +73,10 @@ class RouterMetrics(Collector):
             self._failed["RequestCancelled"] += 1
             raise
 
+    def answered(self, path: str, status: int) -> None:
+        """One HTTP request; `path` is one of ours, or "unknown"."""
+        self._answered[path, status] += 1
+
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
@@ -83,6 +88,10 @@ class RouterMetrics(Collector):
         )
         yield _counter("kvrelay_request_success", "Outputs that finished.", "finished_reason", self._finished)
         yield _counter("kvrelay_request_errors", "Calls that ended otherwise, by class.", "error", self._failed)
+        answered = CounterMetricFamily("kvrelay_http_requests", "Answered.", labels=["path", "status"])
+        for (path, status), count in self._answered.items():
+            answered.add_metric([path, str(status)], count)
+        yield answered
         for name, text in _TOKEN_COUNTERS.items():
             yield CounterMetricFamily(f"kvrelay_{name}", text, value=self._tokens[name])
         yield GaugeMetricFamily("kvrelay_requests_live", "Calls that this router serves.", value=self._admission.live)

@@ -88,7 +88,7 @@ class RouterServer:
             port = server.add_insecure_port(wanted) if tls is None else server.add_secure_port(wanted, tls.grpc)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {wanted}: the port is in use, or the address not ours") from error
-        http = HttpServer(self._config, tenants, Routes(self._config, model, registry, front, metrics))
+        http = HttpServer(self._config, tenants, metrics, Routes(self._config, model, registry, front, metrics))
         try:
             self.http_address = await http.start(self._http_port(port), None if tls is None else tls.http)
         except ConfigError:

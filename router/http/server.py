@@ -13,6 +13,7 @@ from engine.errors import ConfigError, EngineError
 from router.config import RouterConfig
 from router.http.errors import error_response, fault_response, http_error_response
 from router.http.routes import OPEN_PATHS, TENANT, Routes
+from router.metrics import RouterMetrics
 from router.tenants import Tenants
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,9 @@ class HttpServer:
     A client that goes away cancels its call where it waits. However a handler ends, nothing of its call is left.
     """
 
-    def __init__(self, config: RouterConfig, tenants: Tenants, routes: Routes) -> None:
+    def __init__(self, config: RouterConfig, tenants: Tenants, metrics: RouterMetrics, routes: Routes) -> None:
         self._config = config
+        self._metrics = metrics
         self._tenants = tenants
         self._calls: set[asyncio.Task[None]] = set()
         app = web.Application(middlewares=[self._answer_errors], client_max_size=config.max_request_bytes)
@@ -74,6 +76,17 @@ class HttpServer:
         assert task is not None, "a handler runs in a task"
         self._calls.add(task)
         try:
+            response = await self._answer(request, handler)
+            resource = request.match_info.route.resource
+            self._metrics.answered("unknown" if resource is None else resource.canonical, response.status)
+            return response
+        finally:
+            self._calls.discard(task)
+
+    async def _answer(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
             if request.path not in OPEN_PATHS:
                 request[TENANT] = self._tenants.identify(request.headers.get("Authorization"))
             return await handler(request)
@@ -81,10 +94,6 @@ class HttpServer:
             return error_response(error, self._config.retry_after_s)
         except web.HTTPException as error:
             return http_error_response(error)
-        except ConnectionResetError:
-            raise asyncio.CancelledError from None  # the client went away between two writes
         except Exception:  # edge: a fault of ours must be an answer, not a closed connection
             logger.exception("%s %s", request.method, request.path)
             return fault_response()
-        finally:
-            self._calls.discard(task)

@@ -8,6 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
+from engine.errors import RequestCancelled
+
 DONE = b"data: [DONE]\n\n"
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -53,6 +55,8 @@ class EventStream:
             async with asyncio.timeout(self._last_word_s):
                 await self._write(data)
                 await self.response.write_eof()
+        except RequestCancelled:
+            return
         except TimeoutError:
             if self._request.transport is not None:
                 self._request.transport.abort()
@@ -62,7 +66,10 @@ class EventStream:
             async with self._beginning:
                 if not self.response.prepared:
                     await self.response.prepare(self._request)
-        await self.response.write(data)
+        try:
+            await self.response.write(data)
+        except ConnectionResetError:  # between two writes; where it waits, the handler is cancelled
+            raise RequestCancelled("the client went away") from None
 
 
 def _json(value: dict[str, Any]) -> str:

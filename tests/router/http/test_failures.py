@@ -8,6 +8,7 @@ import logging
 import socket
 
 import pytest
+from aiohttp import web
 from fake_worker import FakeWorker, expected_output
 from http_front import HttpFront, read_events
 from openai_schemas import check
@@ -110,6 +111,22 @@ async def test_a_client_that_goes_away_before_the_first_token_cancels_everywhere
     await front.decode.got("cancel")
     await front.idle()
     assert front.server.dispatcher.history.requests_cancelled == 1
+
+
+async def test_a_client_that_goes_away_between_two_writes_is_no_fault(
+    front: HttpFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await front.start()
+
+    async def broken(self: web.StreamResponse, data: bytes) -> None:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(web.StreamResponse, "write", broken)
+    async with front.open_stream(CHAT, messages=MESSAGES, max_tokens=6) as response:
+        assert await response.read() == b""
+    await front.idle()
+    history = front.server.dispatcher.history
+    assert (history.requests_cancelled, history.requests_failed) == (1, 0)
 
 
 @pytest.mark.parametrize(

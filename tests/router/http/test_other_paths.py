@@ -84,6 +84,8 @@ async def test_metrics_count_every_token_and_latency_once(front: HttpFront) -> N
     assert seen["kvrelay_generation_tokens_total"] == 60
     assert seen["kvrelay_request_success_total,finished_reason=length"] == 6
     assert seen["kvrelay_request_errors_total,error=RequestError"] == 1
+    assert seen["kvrelay_http_requests_total,path=/v1/chat/completions,status=200"] == 3
+    assert seen["kvrelay_http_requests_total,path=/v1/chat/completions,status=404"] == 1
     assert seen["kvrelay_requests_live"] == 0
     assert seen["kvrelay_worker_ready,role=decode,worker=d0"] == 1
 
@@ -97,3 +99,12 @@ async def test_metrics_show_live_requests_and_what_gRPC_served(front: HttpFront)
         front.decode.release(("output", 3))
         await response.read()
     assert (await samples(front))["kvrelay_requests_live"] == 0
+
+
+async def test_paths_that_strangers_make_up_are_one_line_of_the_metrics(front: HttpFront) -> None:
+    await front.start()
+    for number in range(5):
+        await front.get(f"/made-up-{number}")
+    seen = await samples(front)
+    assert seen["kvrelay_http_requests_total,path=unknown,status=404"] == 5
+    assert not any("made-up" in name for name in seen)

@@ -85,7 +85,7 @@ def interrupt_sender(
 def test_a_receiver_is_free_by_its_deadline_and_keeps_nothing_of_a_sender_that_stopped(
     decode: DecodeSide, transport: str, how: Callable[[LinkProcess], None]
 ) -> None:
-    with sender_process("large") as sender:
+    with sender_process("large", transport) as sender:
         interrupt_sender(sender, decode, transport, how)
 
         assert decode.listener.next() == Lost(frozenset(["t"]), LinkClosed)
@@ -123,7 +123,7 @@ def test_what_was_adopted_of_a_pool_whose_owner_was_killed_in_the_middle_is_righ
 def test_a_ticket_that_ends_meanwhile_keeps_its_slots_until_nobody_writes_them(
     decode: DecodeSide, transport: str
 ) -> None:
-    with sender_process("large") as sender:
+    with sender_process("large", transport) as sender:
         interrupt_sender(sender, decode, transport, freeze)
 
         assert decode.table.close("t") == frozenset(SLOTS[:1])
@@ -136,7 +136,7 @@ def test_a_ticket_that_ends_meanwhile_keeps_its_slots_until_nobody_writes_them(
 def test_a_sender_that_wakes_up_writes_nothing_into_slots_that_have_another_ticket(
     decode: DecodeSide, transport: str
 ) -> None:
-    with sender_process("large") as sender:
+    with sender_process("large", transport) as sender:
         interrupt_sender(sender, decode, transport, freeze)
         assert decode.listener.next() == Lost(frozenset(["t"]), LinkClosed)
         decode.table.close("t")
@@ -175,7 +175,7 @@ def test_an_interrupted_gloo_group_leaves_no_thread_and_no_descriptor() -> None:
     def once() -> None:
         with (
             decode_side(SHORT, MemoryPool(LARGE_LAYOUT, NUM_LARGE_BLOCKS)) as decode,
-            sender_process("large") as sender,
+            sender_process("large", "gloo") as sender,
         ):
             interrupt_sender(sender, decode, "gloo", kill)
             assert decode.listener.next() == Lost(frozenset(["t"]), LinkClosed)

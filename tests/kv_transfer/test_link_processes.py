@@ -17,7 +17,7 @@ BLOCK_BYTES = 32 * 1024
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_sender_is_noticed_at_once_and_nothing_of_it_is_left(transport: str) -> None:
-    with decode_side() as decode, sender_process() as sender:
+    with decode_side() as decode, sender_process("small", transport) as sender:
         sender.begin(decode, transport, "t", [3, 4, 5], generation=1)
         sender.tell("send", ticket_id="t", ordinals=[0, 1])
         adopted = [decode.listener.next() for _ in range(2)]
@@ -32,7 +32,7 @@ def test_a_killed_sender_is_noticed_at_once_and_nothing_of_it_is_left(transport:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stopped_sender_loses_its_lease_and_cannot_touch_the_slots_when_it_wakes_up(transport: str) -> None:
-    with decode_side() as decode, sender_process() as sender:
+    with decode_side() as decode, sender_process("small", transport) as sender:
         sender.begin(decode, transport, "old", [3, 4], generation=1)
         sender.tell("send", ticket_id="old", ordinals=[0])
         assert decode.listener.next() == Adopted("old", 0, BLOCK_BYTES, transport)
@@ -57,7 +57,7 @@ def test_a_stopped_sender_loses_its_lease_and_cannot_touch_the_slots_when_it_wak
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_blocks_of_another_process_arrive_byte_for_byte(transport: str) -> None:
-    with decode_side() as decode, sender_process() as sender:
+    with decode_side() as decode, sender_process("small", transport) as sender:
         sender.begin(decode, transport, "t", [9, 2, 30], generation=4)
         sender.tell("send", ticket_id="t", ordinals=[0, 1, 2])
         sender.tell("finish", ticket_id="t")

@@ -1,7 +1,7 @@
 """A prefill worker's end of a link in a process of its own, for tests that kill and stop it.
 
-Needs the checkout and this folder on PYTHONPATH. Told line by line on standard input, `NAME JSON`; says `ready`, and
-then `done REQUEST` or `failed REQUEST CLASS`.
+Needs the checkout and this folder on PYTHONPATH, and two arguments: `large` or `small` for its blocks, the transport.
+Told line by line on standard input, `NAME JSON`; says `ready`, and then `done REQUEST` or `failed REQUEST CLASS`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from kv_links import LARGE_LAYOUT, NUM_LARGE_BLOCKS, TRANSPORTS, MemoryPool, identity, in_time, outgoing, ticket
+from kv_links import LARGE_LAYOUT, NUM_LARGE_BLOCKS, MemoryPool, identity, in_time, outgoing, ticket
 
 from engine.errors import EngineError
 from kv_transfer.link import LinkSettings
@@ -28,9 +28,16 @@ class Printer:
 
 
 def main() -> None:
-    pool = MemoryPool(LARGE_LAYOUT, NUM_LARGE_BLOCKS) if sys.argv[1:] == ["large"] else MemoryPool()
-    pool.fill(FILL_SEED)
-    sender = KvSender(identity("prefill-0", layout=pool.layout), pool, Printer(), LinkSettings(transports=TRANSPORTS))
+    size, transport = sys.argv[1:]
+    if size == "large":
+        pool = MemoryPool(LARGE_LAYOUT, NUM_LARGE_BLOCKS)
+        for block in range(NUM_LARGE_BLOCKS):
+            pool.block(block)[:] = b"x" * LARGE_LAYOUT.block_bytes
+    else:
+        pool = MemoryPool()
+        pool.fill(FILL_SEED)
+    settings = LinkSettings(transports=(transport,))
+    sender = KvSender(identity("prefill-0", layout=pool.layout), pool, Printer(), settings)
     print("ready", flush=True)
     for line in sys.stdin:
         command, _, text = line.partition(" ")

@@ -57,9 +57,9 @@ def _running(process: LinkProcess) -> Iterator[LinkProcess]:
         process.process.communicate(timeout=WAIT_S)
 
 
-def sender_process(*arguments: str) -> AbstractContextManager[LinkProcess]:
+def sender_process(size: str, transport: str) -> AbstractContextManager[LinkProcess]:
     """Of `kv_sender_process.py`."""
-    return _running(LinkProcess("kv_sender_process.py", *arguments))
+    return _running(LinkProcess("kv_sender_process.py", size, transport))
 
 
 def receiver_process() -> AbstractContextManager[LinkProcess]:

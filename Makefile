@@ -64,6 +64,7 @@ bench: venv
 	$(PY) -m bench.startup
 	$(PY) -m bench.blocks
 	$(PY) -m bench.router_index
+	$(PY) -m bench.replay
 	$(PY) -m bench.gateway
 	$(PY) -m bench.transfer
 	$(PY) -m bench.link_faults --faults 10000

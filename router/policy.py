@@ -4,9 +4,9 @@ A price is an estimate of milliseconds: until the request's decode can go on (it
 the wait for blocks, its first decode step), and what it costs the streams that run at the decode worker meanwhile.
 `costs` says where the rates come from.
 
-The chosen pair need not be the cheapest. One that holds more of the prompt may cost more, by a share of what is saved
-by holding it (`AFFINITY`), because whoever computes a prefix again also keeps it again, in place of something else.
-That is a bound on the regret of each request: no worker is too hot for the others' affinity.
+The chosen pair need not be the cheapest. One that holds more of the prompt may cost more, by a multiple of what is
+saved by holding it (`AFFINITY`), because whoever computes a prefix again also keeps it again, in place of something
+else. That is a bound on the regret of each request: no worker is too hot for the others' affinity.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from router.snapshot import DECODE, PREFILL, ROLES, WorkerSnapshot
 
 HANDOVER_MS = 1.0
 """Of the last block, once it is computed, and of the messages about it. What a prompt without a transfer saves."""
-AFFINITY = 0.25
-"""Of the time that a cached prefix saves, how much more its holder may cost than another."""
+AFFINITY = 6.0
+"""Times what a cached prefix saves, how much more its holder may cost than another. Lower: bursts make copies, and each
+copy is work that later requests wait for; `bench.replay` has the figures. From 4 on they change little."""
 TIE_MS, TIE_SHARE = 1.0, 0.05
 """Prices this close are equal: estimates are no better, and equal prompts should meet at the same worker."""
 MAX_CHANGES = 64
@@ -306,7 +307,7 @@ def _best(request: PlacementRequest, ranks: Sequence[float], allowed: Sequence[i
 
 
 def _tied(best_ms: float) -> float:
-    return best_ms + abs(best_ms) * TIE_SHARE + TIE_MS
+    return best_ms + max(0.0, best_ms) * TIE_SHARE + TIE_MS
 
 
 def _weight(key: int, seat: int) -> int:

@@ -35,6 +35,8 @@ class Attempt:
     decode: Lane
     prefill: Lane | None
     """None: the decode worker computes the prompt."""
+    tokens_to_compute: int = 0
+    """Of the prompt, by the one or the other, as far as was known."""
     reserved: worker_pb2.Reserved | None = None
     prefilled: worker_pb2.Prefilled | None = None
     handed_over: worker_pb2.HandedOver | None = None

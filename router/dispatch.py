@@ -260,7 +260,7 @@ class Dispatcher:
             prefill = None
             if pair.prefill_worker:
                 prefill = lanes.enter_context(self._registry.session(pair.prefill_worker).open(wire_id, inbox))
-            attempt = Attempt(number, wire_id, inbox, decode, prefill)
+            attempt = Attempt(number, wire_id, inbox, decode, prefill, pair.tokens_to_compute)
             await self._reserve(job, attempt, placed, patient=pair.num_decode_workers == 1)
             reason = None if prefill is None else await self._prefill(job, attempt, prefill)
             if reason is None:
@@ -274,7 +274,7 @@ class Dispatcher:
         wait_s = None if patient else job.live.remaining_s() * self._config.reserve_share
         reserve = self._fill(job, attempt, worker_pb2.Reserve(compute_here=attempt.local))
         if attempt.local:
-            attempt.decode.tokens_to_compute = job.num_tokens
+            attempt.decode.tokens_to_compute = attempt.tokens_to_compute
         attempt.decode.send(worker_pb2.SessionRequest(reserve=reserve))
         self._placer.dispatched(placed)
         try:
@@ -296,7 +296,7 @@ class Dispatcher:
         """
         assert attempt.reserved is not None
         prefill = self._fill(job, attempt, worker_pb2.Prefill(ticket=attempt.reserved.ticket))
-        lane.tokens_to_compute = job.num_tokens
+        lane.tokens_to_compute = attempt.tokens_to_compute
         lane.send(worker_pb2.SessionRequest(prefill=prefill))
         try:
             async with asyncio.timeout(job.live.remaining_s() * self._config.prefill_share):

@@ -208,6 +208,12 @@ class Placement:
         self.decode_worker = self._decode[second].worker_id
 
     @property
+    def tokens_to_compute(self) -> int:
+        """By the worker that computes the prompt, as far as is known."""
+        _, first, second = self._pairs[0]
+        return self._request.num_tokens - (self._decode_held[second] if first is None else self._prefill_held[first])
+
+    @property
     def num_decode_workers(self) -> int:
         """That could serve it."""
         return len(self._decode)

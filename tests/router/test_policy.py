@@ -79,6 +79,17 @@ def test_cached_tokens_are_not_computed_again() -> None:
     assert pair.cached_tokens == 80
 
 
+def test_a_placement_says_how_much_is_left_to_compute() -> None:
+    p, d = prefill_worker("p", slot=3), decode_worker("d", slot=5)
+    fleet = Fleet(LearntRates())
+    fleet.refresh([p, d])
+    split = fleet.place(replace(REQUEST, matches=[holds(5, p), holds(2, d)]))
+    local = fleet.place(replace(REQUEST, matches=[holds(5, p), holds(2, d)], exclude={"p"}))
+    assert split is not None
+    assert local is not None
+    assert (split.tokens_to_compute, local.tokens_to_compute) == (20, 68)
+
+
 def test_the_last_token_is_computed_even_if_all_is_cached() -> None:
     p = prefill_worker("p", slot=0)
     (pair,) = place([p, decode_worker("d")], replace(REQUEST, num_tokens=96, matches=[holds(6, p)]))

@@ -114,6 +114,8 @@ class NativeLlama:
         return logits[:, : self.config.vocab_size]
 
     def _check(self, batch: ForwardBatch, blocks: npt.NDArray[np.int32], kv: KvCache) -> None:
+        if kv.layout.block_size & (kv.layout.block_size - 1):
+            raise InternalError(f"block_size {kv.layout.block_size} is no power of two")
         if blocks.min() < 0 or blocks.max() >= kv.num_blocks:
             raise InternalError(f"blocks {blocks.min()} to {blocks.max()} are not all in a pool of {kv.num_blocks}")
         lowest, highest = int(batch.token_ids.min()), int(batch.token_ids.max())

@@ -1,5 +1,6 @@
-// Causal attention over paged KV, for any number of queries: the same sums in the same order for a query whether it comes
-// alone (decode) or with its whole prompt (prefill). Online softmax over tiles of 64 keys that begin at multiples of 64.
+// Causal attention over paged KV, for any number of queries: the same sums in the same order for a query whether it
+// comes alone (decode) or with its whole prompt (prefill). Online softmax over tiles of 64 keys, which begin at
+// multiples of 64.
 #pragma once
 
 #include <algorithm>
@@ -23,28 +24,39 @@ struct Context {
   const int32_t *table;  // blocks of the sequence, in order
   size_t block_stride;   // elements
   size_t keys, values;   // of this layer in a block, elements
-  int block_size, head_dim;
+  int block_shift, head_dim;  // blocks have 2^block_shift tokens
 
   const bf16 *key(int token, int head) const { return at(token, head) + keys; }
   const bf16 *value(int token, int head) const { return at(token, head) + values; }
   const bf16 *at(int token, int head) const {
-    return pool + size_t(table[token / block_size]) * block_stride +
-           (size_t(head) * block_size + token % block_size) * head_dim;
+    const int in_block = token & ((1 << block_shift) - 1);
+    return pool + size_t(table[token >> block_shift]) * block_stride +
+           ((size_t(head) << block_shift) + in_block) * head_dim;
   }
 };
 
-// What is read next. Into the second level: the first one has too few lines under way to be asked this far ahead.
+// The cache lines that the next tile or head will read. They are asked for one by one beside the arithmetic of this one:
+// all at once they fill the queue of misses, and what is needed now waits behind them. Into the second level, because
+// the first one has room for few.
 struct Ahead {
-  int token, head, end;  // tokens from `end` on do not exist
+  static constexpr int PER_STEP = KEYS / 16;  // lines for each step of the loops over head_dim / 2 or KEYS / 2
+  const bf16 *keys[KEYS * MAX_HEAD_DIM / 32], *values[KEYS * MAX_HEAD_DIM / 32];
+  int count = 0;
 
-  void fetch(const bf16 *row, int head_dim) const {
-    for (int i = 0; i < head_dim; i += 32) __builtin_prefetch(row + i, 0, 2);
+  // Tokens [start, start + 64) of a head, without those from `end` on.
+  void set(const Context &kv, int head, int start, int end) {
+    count = 0;
+    for (int token = start; token < std::min(start + KEYS, end); token++) {
+      const bf16 *key = kv.key(token, head), *value = kv.value(token, head);
+      for (int i = 0; i < kv.head_dim; i += 32) {
+        keys[count] = key + i;
+        values[count++] = value + i;
+      }
+    }
   }
-  void key(const Context &kv, int i) const {
-    if (token + i < end) fetch(kv.key(token + i, head), kv.head_dim);
-  }
-  void value(const Context &kv, int i) const {
-    if (token + i < end) fetch(kv.value(token + i, head), kv.head_dim);
+  static void fetch(const bf16 *const *lines, int count, int step) {
+    for (int i = step * PER_STEP; i < std::min((step + 1) * PER_STEP, count); i++)
+      __builtin_prefetch(lines[i], 0, 2);
   }
 };
 
@@ -76,13 +88,12 @@ INLINE void transpose(__m512i r[16]) {
 #endif
 
 // Keys [start, start + 64) of a head as [64 / LANES][head_dim / 2][LANES] pairs; those from `end` on as zeros.
-static void pack_keys(const Context &kv, int head, int start, int end, const Ahead &next, uint32_t *to) {
+static void pack_keys(const Context &kv, int head, int start, int end, uint32_t *to) {
   const int n = kv.head_dim / 2;
   for (int b = 0; b < KEYS / LANES; b++, to += size_t(n) * LANES) {
     const bf16 *rows[LANES];
     const int have = std::clamp(end - start - b * LANES, 0, LANES);
     for (int t = 0; t < have; t++) rows[t] = kv.key(start + b * LANES + t, head);
-    for (int t = 0; t < LANES; t++) next.key(kv, b * LANES + t);
     int j = 0;
 #ifdef KV_AVX512
     for (; j + LANES <= n; j += LANES) {
@@ -103,18 +114,14 @@ static void pack_keys(const Context &kv, int head, int start, int end, const Ahe
 }
 
 // Values [start, start + 64) of a head as [64 / 2][head_dim] pairs of consecutive tokens; those from `end` on as zeros.
-static void pack_values(const Context &kv, int head, int start, int end, const Ahead &next, uint32_t *to) {
+static void pack_values(const Context &kv, int head, int start, int end, uint32_t *to) {
   static const bf16 zeros[MAX_HEAD_DIM] = {};
   const int d = kv.head_dim;
   for (int t = 0; t < KEYS; t += 2, to += d) {
     const bf16 *a = start + t < end ? kv.value(start + t, head) : zeros;
     const bf16 *b = start + t + 1 < end ? kv.value(start + t + 1, head) : zeros;
-    next.value(kv, t);
-    next.value(kv, t + 1);
     for (int i = 0; i < d; i += LANES) {
-      const Words first = __builtin_convertvector(load<Halves>(a + i), Words);
-      const Words second = __builtin_convertvector(load<Halves>(b + i), Words);
-      store(to + i, first | second << 16);
+      store(to + i, widened(a + i) | widened(b + i) << 16);
     }
   }
 }
@@ -139,39 +146,45 @@ INLINE Floats visible(Floats x, int key, int first, int last, float otherwise) {
   return seen ? x : all(otherwise);
 }
 
-// Scores of GROUP registers of keys. Few rows take several blocks of keys at a time, to have enough sums under way; each sum
+// Scores of GROUP registers of keys. Few rows take several registers at a time, to have enough sums under way; each sum
 // has the same order however many there are.
 template <int ROWS, int GROUP>
-INLINE void score(const Pair *query, const uint32_t *keys, int n, Floats (*scores)[KEYS / LANES], int first) {
+INLINE void score(const Rows &r, const uint32_t *keys, int n, Floats (*scores)[KEYS / LANES], int first,
+                  const Ahead &next) {
   Floats s[ROWS][GROUP];
   UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int g = 0; g < GROUP; g++) s[m][g] = Floats{};
-  for (int j = 0; j < n; j++)
+  for (int j = 0; j < n; j++) {
+    if (first == 0) Ahead::fetch(next.keys, next.count, j);
     UNROLL for (int g = 0; g < GROUP; g++) {
       const Pairs key = load_pairs(keys + size_t((first + g) * n + j) * LANES);
-      UNROLL for (int m = 0; m < ROWS; m++) s[m][g] = dot(s[m][g], key, query[j * ROWS + m]);
+      UNROLL for (int m = 0; m < ROWS; m++) s[m][g] = dot(s[m][g], key, r.query[j * ROWS + m]);
     }
+  }
   UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int g = 0; g < GROUP; g++) scores[m][first + g] = s[m][g];
 }
 
 // Adds the weighted values of GROUP registers of elements.
-template <int ROWS, int GROUP> INLINE void mix(Rows &r, const Pair *weights, const uint32_t *values, int d, int first) {
+template <int ROWS, int GROUP> INLINE void mix(Rows &r, const Pair *weights, const uint32_t *values, int d, int first, const Ahead &next) {
   Floats mixed[ROWS][GROUP];
   UNROLL for (int m = 0; m < ROWS; m++)
     UNROLL for (int g = 0; g < GROUP; g++) mixed[m][g] = load<Floats>(r.mixed[m] + first + g * LANES);
-  for (int t = 0; t < KEYS / 2; t++)
+  for (int t = 0; t < KEYS / 2; t++) {
+    if (first == 0) Ahead::fetch(next.values, next.count, t);
     UNROLL for (int g = 0; g < GROUP; g++) {
       const Pairs value = load_pairs(values + size_t(t) * d + first + g * LANES);
       UNROLL for (int m = 0; m < ROWS; m++) mixed[m][g] = dot(mixed[m][g], value, weights[t * ROWS + m]);
     }
+  }
   UNROLL for (int m = 0; m < ROWS; m++)
     UNROLL for (int g = 0; g < GROUP; g++) store(r.mixed[m] + first + g * LANES, mixed[m][g]);
 }
 
 template <int ROWS>
-static void attend_tile(Rows &r, const uint32_t *keys, const uint32_t *values, int start, int d, float scale) {
+static void attend_tile(Rows &r, const uint32_t *keys, const uint32_t *values, int start, int d, float scale,
+                        const Ahead &next) {
   constexpr int BLOCKS = KEYS / LANES, GROUP = ROWS * 4 <= ATTENTION_ROWS ? 4 : ROWS * 2 <= ATTENTION_ROWS ? 2 : 1;
   Floats scores[ROWS][BLOCKS];
-  UNROLL for (int b = 0; b < BLOCKS; b += GROUP) score<ROWS, GROUP>(r.query, keys, d / 2, scores, b);
+  UNROLL for (int b = 0; b < BLOCKS; b += GROUP) score<ROWS, GROUP>(r, keys, d / 2, scores, b, next);
   Pair pairs[KEYS / 2 * ROWS];
   UNROLL for (int m = 0; m < ROWS; m++) {
     UNROLL for (int b = 0; b < BLOCKS; b++)
@@ -197,8 +210,8 @@ static void attend_tile(Rows &r, const uint32_t *keys, const uint32_t *values, i
     for (int t = 0; t < KEYS / 2; t++) pairs[t * ROWS + m] = pair_of(weights + 2 * t);
   }
   int i = 0;
-  for (; i + GROUP * LANES <= d; i += GROUP * LANES) mix<ROWS, GROUP>(r, pairs, values, d, i);
-  for (; i < d; i += LANES) mix<ROWS, 1>(r, pairs, values, d, i);
+  for (; i + GROUP * LANES <= d; i += GROUP * LANES) mix<ROWS, GROUP>(r, pairs, values, d, i, next);
+  for (; i < d; i += LANES) mix<ROWS, 1>(r, pairs, values, d, i, next);
 }
 
 INLINE int attention_rows_of_step(int left) {
@@ -207,15 +220,16 @@ INLINE int attention_rows_of_step(int left) {
   return 1;
 }
 
-static void attend_step(int rows, Rows &r, const uint32_t *k, const uint32_t *v, int start, int head_dim, float scale) {
+static void attend_step(int rows, Rows &r, const uint32_t *k, const uint32_t *v, int start, int d, float scale,
+                        const Ahead &next) {
   switch (rows) {
-    case 12: if constexpr (ATTENTION_ROWS >= 12) attend_tile<12>(r, k, v, start, head_dim, scale); break;
-    case 8: if constexpr (ATTENTION_ROWS >= 8) attend_tile<8>(r, k, v, start, head_dim, scale); break;
-    case 6: attend_tile<6>(r, k, v, start, head_dim, scale); break;
-    case 4: attend_tile<4>(r, k, v, start, head_dim, scale); break;
-    case 3: attend_tile<3>(r, k, v, start, head_dim, scale); break;
-    case 2: attend_tile<2>(r, k, v, start, head_dim, scale); break;
-    default: attend_tile<1>(r, k, v, start, head_dim, scale);
+    case 12: if constexpr (ATTENTION_ROWS >= 12) attend_tile<12>(r, k, v, start, d, scale, next); break;
+    case 8: if constexpr (ATTENTION_ROWS >= 8) attend_tile<8>(r, k, v, start, d, scale, next); break;
+    case 6: attend_tile<6>(r, k, v, start, d, scale, next); break;
+    case 4: attend_tile<4>(r, k, v, start, d, scale, next); break;
+    case 3: attend_tile<3>(r, k, v, start, d, scale, next); break;
+    case 2: attend_tile<2>(r, k, v, start, d, scale, next); break;
+    default: attend_tile<1>(r, k, v, start, d, scale, next);
   }
 }
 
@@ -223,6 +237,7 @@ struct AttentionScratch {
   std::vector<uint32_t> keys, values;
   std::vector<Rows> rows;
   std::vector<int> steps;
+  Ahead next;
 };
 
 // What one call of `attend` computes: some queries of one sequence, for some of its KV heads.
@@ -277,13 +292,15 @@ static void attend(const Context &kv, const Queries &of, AttentionScratch &scrat
   for (int start = first_seen / KEYS * KEYS; start < end; start += KEYS)
     for (int h = 0; h < num_heads; h++) {  // inside: the heads of a block lie side by side
       const bool last = h + 1 == num_heads;
-      const Ahead next = {last ? start + KEYS : start, of.first_head + (last ? 0 : h + 1), end};
-      pack_keys(kv, of.first_head + h, start, end, next, scratch.keys.data());
-      pack_values(kv, of.first_head + h, start, end, next, scratch.values.data());
+      pack_keys(kv, of.first_head + h, start, end, scratch.keys.data());
+      pack_values(kv, of.first_head + h, start, end, scratch.values.data());
+      Ahead &next = scratch.next;
+      next.set(kv, of.first_head + (last ? 0 : h + 1), last ? start + KEYS : start, end);
       for (int s = 0; s < num_steps; s++) {
         Rows &r = rows[h * num_steps + s];
         if (start > r.position[steps[s] - 1] || start + KEYS <= r.first_key[0]) continue;  // nobody sees any of it
-        attend_step(steps[s], r, scratch.keys.data(), scratch.values.data(), start, d, of.scale);
+        attend_step(steps[s], r, scratch.keys.data(), scratch.values.data(), start, d, of.scale, next);
+        next.count = 0;
       }
     }
   for (int h = 0; h < num_heads; h++)

@@ -58,6 +58,8 @@ struct Scratch {
   std::vector<AttentionScratch> attention;
 };
 
+int log2(int power_of_two) { return __builtin_ctz(power_of_two); }
+
 // Elements of a layer's keys, or values.
 size_t part_size(const Model &m, const Batch &b) { return size_t(m.num_kv_heads) * b.block_size * m.head_dim; }
 
@@ -155,7 +157,8 @@ class Pass {
     const int T = b.num_tokens;
 #pragma omp for schedule(static)
     for (int t = 0; t < T; t++) {
-      const int sequence = int(std::upper_bound(b.query_starts, b.query_starts + b.num_sequences, t) - b.query_starts) - 1;
+      const int32_t *after = std::upper_bound(b.query_starts, b.query_starts + b.num_sequences, t);
+      const int sequence = int(after - b.query_starts) - 1;
       const int position = int(b.positions[t]);
       const float *x = &s.product[size_t(t) * qkv_stride], *rotation = b.rotation + size_t(position) * m.head_dim;
       for (int h = 0; h < m.num_heads; h++)
@@ -177,7 +180,7 @@ class Pass {
       const int first = b.query_starts[item.sequence] + item.first_query;
       const size_t per_part = part_size(m, b), at = size_t(first) * heads_size;
       const Context kv = {b.pool, b.tables + b.table_starts[item.sequence], size_t(m.num_layers) * 2 * per_part,
-                          size_t(l) * 2 * per_part, (size_t(l) * 2 + 1) * per_part, b.block_size, m.head_dim};
+                          size_t(l) * 2 * per_part, (size_t(l) * 2 + 1) * per_part, log2(b.block_size), m.head_dim};
       const Queries of = {&s.queries[at], &s.mixed[at], size_t(heads_size), item.num_queries, int(b.positions[first]),
                           item.first_head, item.last_head, group, 0, m.scale};
       attend(kv, of, s.attention[thread()]);
@@ -257,7 +260,8 @@ void kv_pack_weight(const bf16 *from, bf16 *to, int32_t rows, int32_t columns) {
   for (int tile = 0; tile < padded(rows) / TILE; tile++, to += size_t(TILE) * columns)
     for (int r = 0; r < TILE; r++) {
       const int row = tile * TILE + r;
-      for (int k = 0; k < columns; k++) to[size_t(k / 2) * 2 * TILE + 2 * r + k % 2] = row < rows ? from[size_t(row) * columns + k] : 0;
+      for (int k = 0; k < columns; k++)
+        to[size_t(k / 2) * 2 * TILE + 2 * r + k % 2] = row < rows ? from[size_t(row) * columns + k] : 0;
     }
 }
 
@@ -269,16 +273,18 @@ void kv_linear(const bf16 *w, const bf16 *x, float *y, int32_t rows, int32_t col
 }
 
 // For tests: one layer's attention. q and out [queries][heads][head_dim], all queries of one sequence.
-void kv_attention(const bf16 *q, bf16 *out, const bf16 *pool, const int32_t *table, const AttentionShape *of, float scale) {
+void kv_attention(const bf16 *q, bf16 *out, const bf16 *pool, const int32_t *table, const AttentionShape *of,
+                  float scale) {
   AttentionScratch scratch;
   const size_t stride = size_t(of->num_heads) * of->head_dim;
   const size_t per_part = size_t(of->num_kv_heads) * of->block_size * of->head_dim;
   const Context kv = {pool, table, size_t(of->num_layers) * 2 * per_part, size_t(of->layer) * 2 * per_part,
-                      (size_t(of->layer) * 2 + 1) * per_part, of->block_size, of->head_dim};
+                      (size_t(of->layer) * 2 + 1) * per_part, log2(of->block_size), of->head_dim};
   for (int first = 0; first < of->num_queries; first += QUERIES) {
-    const Queries queries = {q + first * stride, out + first * stride, stride, std::min(QUERIES, of->num_queries - first),
-                             of->context_len - of->num_queries + first, 0, of->num_kv_heads,
-                             of->num_heads / of->num_kv_heads, of->window, scale};
+    const int count = std::min(QUERIES, of->num_queries - first), group = of->num_heads / of->num_kv_heads;
+    const int position = of->context_len - of->num_queries + first;
+    const Queries queries = {q + first * stride, out + first * stride, stride, count, position, 0, of->num_kv_heads,
+                             group, of->window, scale};
     attend(kv, queries, scratch);
   }
 }

@@ -1,8 +1,8 @@
 // Products with bfloat16 weights: y = x W^T in float32.
 //
-// Weights are packed in tiles of 32 rows: [rows / 32][columns / 2][32][2], so that one load holds a pair of columns of 16
-// rows, and one tile is read from one end to the other. A row's result is one sum per output in the order of the columns,
-// whatever rows come with it and however many threads there are: results do not depend on the batch.
+// Weights are packed in tiles of 32 rows: [rows / 32][columns / 2][32][2], so that one load holds a pair of columns of
+// several rows, and one tile is read from one end to the other. A row's result is one sum per output in the order of
+// the columns, whatever rows come with it and however many threads there are: results do not depend on the batch.
 #pragma once
 
 #include <vector>

@@ -62,9 +62,15 @@ INLINE void store_bf16(bf16 *p, Floats v) {
 #endif
 }
 
-INLINE Floats load_bf16(const bf16 *p) {
-  return (Floats)(__builtin_convertvector(load<Halves>(p), Words) << 16);
+INLINE Words widened(const uint16_t *p) {
+#ifdef KV_AVX512
+  return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+#else
+  return __builtin_convertvector(load<Halves>(p), Words);
+#endif
 }
+
+INLINE Floats load_bf16(const bf16 *p) { return (Floats)(widened(p) << 16); }
 
 // Two bfloat16 numbers that are multiplied with two others and added up: one of them in each lane (Pairs), against the
 // same one for all lanes (Pair). A CPU without the instruction for it gets them as floats.

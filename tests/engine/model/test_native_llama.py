@@ -80,6 +80,11 @@ def test_chunks_and_neighbours_change_no_bit(block_size: int, decoder: NativeDec
         assert torch.equal(torch.cat(parts), whole)
 
 
+def test_a_block_size_that_is_no_power_of_two_is_refused(decoder: NativeDecoder) -> None:
+    with pytest.raises(InternalError, match="block_size 6 is no power of two"):
+        runner(TINY, decoder, block_size=6).forward({"a": [1, 2]})
+
+
 def test_threads_change_no_bit(decoder: NativeDecoder) -> None:
     prompts = {"a": random_tokens(70, 1), "b": random_tokens(3, 2), "c": random_tokens(33, 3)}
     one = runner(with_heads(6, 3), decoder).forward(prompts)

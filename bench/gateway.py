@@ -208,7 +208,7 @@ def run(folder: Path, report: Report) -> None:
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
         workers = ready_line(spawn(stack, log, "bench.gateway_worker", [str(folder)]), log)
         flags: Sequence[str] = [flag for address in workers.values() for flag in ("--worker", address)]
-        router = spawn(stack, log, "router", ["--model", str(folder), *flags])
+        router = spawn(stack, log, "router", ["--model", str(folder), "--local-prefill-max-tokens", "0", *flags])
         ready = ready_line(router, log)
         system = System(ready["http_address"], ready["address"], workers, psutil.Process(router.pid))
         uvloop.run(measure(system, report))

@@ -50,6 +50,8 @@ class _Session:
             self._limits[message.reserve.request_id] = message.reserve.sampling.max_tokens
             ticket = worker_pb2.Ticket(ticket_id=message.reserve.request_id, lease_ms=5000)
             await self.send(reserved=worker_pb2.Reserved(request_id=message.reserve.request_id, ticket=ticket))
+            if message.reserve.compute_here:
+                self._decode_from(message.reserve.request_id, 0)
         elif kind == "prefill":
             prefill = message.prefill
             output = worker_pb2.Output(index=0, token_id=TOKEN_ID)
@@ -59,11 +61,14 @@ class _Session:
             await self.send(ended=worker_pb2.Ended(request_id=prefill.request_id))
         elif kind == "start":
             await self.send(handed_over=worker_pb2.HandedOver(request_id=message.start.request_id, transport="shm"))
-            self._live[message.start.request_id] = len(message.start.token_ids) // TOKEN_BYTES
-            self._work.set()
+            self._decode_from(message.start.request_id, len(message.start.token_ids) // TOKEN_BYTES)
         elif kind == "cancel":
             self._live.pop(message.cancel.request_id, None)
             self._limits.pop(message.cancel.request_id, None)
+
+    def _decode_from(self, request_id: str, index: int) -> None:
+        self._live[request_id] = index
+        self._work.set()
 
     async def decode(self) -> None:
         """One step a message, a token for each live request, as an engine does."""

@@ -198,6 +198,8 @@ class Placement:
         self._prefill, self._decode = list(prefill.members), list(decode.members)  # as they are at this moment
         self._prefill_held = prefill.held(request) if prefill.members else []
         self._decode_held = decode.held(request)
+        self._ranks: list[float] = []
+        """Of decode workers that compute the prompt."""
         pairs = self._local_pairs(local)
         if prefill.members:
             pairs += self._split_pairs(prefill, decode)
@@ -220,7 +222,12 @@ class Placement:
 
     def considered(self, limit: int) -> list[PricedPair]:
         """The chosen pair, then the others, best first."""
-        return [self._priced(first, second) for _, first, second in self._pairs[:limit]]
+        pairs = self._pairs
+        if not self._prefill:
+            near = {second for _, _, second in pairs}
+            ranked = sorted(range(len(self._ranks)), key=self._ranks.__getitem__)
+            pairs = pairs + [(self._ranks[i], None, i) for i in ranked if i not in near]
+        return [self._priced(first, second) for _, first, second in pairs[:limit]]
 
     def _local_pairs(self, local: _Use) -> list[_Pair]:
         """The decode worker computes the prompt, and its running streams wait meanwhile."""
@@ -231,7 +238,12 @@ class Placement:
             allowed = [i for i, tokens in enumerate(held) if request.num_tokens - tokens <= most] if most else ()
         if not allowed:
             return []
-        ranks = local.ranks(request, held, with_blocks=True)
+        ranks = self._ranks = local.ranks(request, held, with_blocks=True)
+        if not self._prefill:
+            limit = _tied(min(ranks))
+            return [
+                (rank, None, i) for i, rank in enumerate(ranks) if rank <= limit
+            ]  # the others when they are asked for
         return [(ranks[i], None, i) for i in _best(request, ranks, allowed, local)]
 
     def _split_pairs(self, prefill: _Use, decode: _Use) -> list[_Pair]:

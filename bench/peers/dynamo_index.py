@@ -7,6 +7,7 @@ sides are compared: the worker that holds a prompt must be found, to the same de
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import sys
@@ -206,6 +207,7 @@ async def select_rounds(
 
 
 def main() -> None:
+    gc.disable()  # or whoever happens to allocate pays for the lists of both
     num_workers, count, rounds = map(int, sys.argv[2:5])
     held = load.conversations(num_workers, count)
     figures, ours = tree_figures(num_workers, held, rounds)

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
 """For connections without a call to close."""
+KEEPALIVE_S = 75.0
+"""For the next request on a connection; aiohttp's own default is an hour."""
 MAX_HEADER_BYTES = 8190
 """Of each header and of the request line; there may be 128."""
 
@@ -42,6 +44,7 @@ class HttpServer:
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=CLOSE_S,
+            keepalive_timeout=KEEPALIVE_S,
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,
         )

@@ -188,6 +188,15 @@ async def test_a_fault_is_500_and_logged_and_the_router_lives_on(
     await front.ok(CHAT, messages=MESSAGES, max_tokens=2)
 
 
+async def test_a_connection_that_asks_nothing_more_is_closed(front: HttpFront, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http.server.KEEPALIVE_S", 0.05)
+    await front.start()
+    await front.get("/health")
+    (connection,) = front.connections()
+    await front.disconnected(connection)
+    assert front.connections() == []
+
+
 async def test_a_stop_lets_live_requests_finish(front: HttpFront) -> None:
     await front.start()
     front.decode.hold("handed_over")

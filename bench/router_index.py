@@ -7,6 +7,7 @@ what the binding takes; ours gets the tokens as they come in, as bytes.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import os
@@ -19,12 +20,14 @@ from bench.peers import PeerMissing, ask
 from bench.report import REPOSITORY, Goal, Report, median_spread
 from bench.router_index_load import (
     EVENT_BLOCKS,
+    PROMPT_BLOCKS,
     KnownKeys,
     OurDecision,
     OurIndex,
     conversations,
     interleaved,
 )
+from bench.router_warm import warm_up
 from engine.routing_key import RoutingKeys
 from router.prefix_index import PrefixIndex
 
@@ -35,6 +38,7 @@ GOALS = (
     Goal("selection_ratio", ">=", 15.0),
     Goal("bytes_per_block", "<=", 100.0),
     Goal("soak_growth", "<=", 1.05),
+    Goal("warm_s", "<=", 5.0),
 )
 NUM_WORKERS = 64
 RATIOS = {"lookup_ratio": "lookup", "decision_ratio": "decision", "ingest_ratio": "store", "selection_ratio": "select"}
@@ -51,6 +55,7 @@ def main(as_json: bool, count: int, rounds: int, soak_events: int) -> None:
     report.notes.append(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     measure_memory(report, count)
     soak(report, soak_events)
+    start_warm(report, num_blocks=count * PROMPT_BLOCKS)
     compare(report, count, rounds)
     report.notes.append(f"load at the end: {os.getloadavg()[0]:.1f}")
     report.print(as_json)
@@ -91,6 +96,12 @@ def soak(report: Report, num_events: int) -> None:
         f"soak: {num_events:,} blocks stored, {stats.evictions:,} evicted, {stats.keys:,} kept in about "
         f"{stats.num_bytes / 2**20:.0f} MiB of {SOAK_BYTES / 2**20:.0f}"
     )
+
+
+def start_warm(report: Report, num_blocks: int) -> None:
+    warm = asyncio.run(warm_up(NUM_WORKERS, num_blocks))
+    report.figures["warm_s"], report.figures["warm_pause_ms"] = warm.seconds, warm.longest_pause_ms
+    report.notes.append(f"warm_s: a new router and {NUM_WORKERS} workers with {num_blocks:,} blocks, in one process")
 
 
 def compare(report: Report, count: int, rounds: int) -> None:

@@ -5,6 +5,7 @@ import random
 from bench.report import Report
 from bench.router_index import measure_memory, soak, time_ours
 from bench.router_index_load import PROMPT_BLOCKS, SYSTEM_BLOCKS, OurDecision, OurIndex, conversations
+from bench.router_warm import warm_up
 
 
 def test_our_index_holds_each_conversation_where_it_is_said_to_be() -> None:
@@ -30,6 +31,11 @@ def test_the_decision_is_for_the_holder() -> None:
         ours.feed(conversation.worker, ours.messages(conversation))
     decide = OurDecision(ours)
     assert [decide.choose(c.tokens) for c in held] == [f"w{c.worker}" for c in held]
+
+
+async def test_a_new_router_knows_what_many_workers_hold() -> None:
+    warm = await warm_up(4, 20_000)
+    assert warm.seconds > 0.0
 
 
 def test_a_small_run_gives_every_figure() -> None:

@@ -23,6 +23,15 @@ from kv_transfer.frames import LENGTH_BYTES, MAX_FRAME_BYTES, Frame
 _DRAIN_BYTES = 64 * 1024
 
 
+def set_timeouts(sock: socket.socket, timeout_s: float) -> None:
+    """The kernel's own time-outs, not Python's: those make the socket non-blocking, and then a block takes dozens of
+    calls where it now takes one. They also keep the two directions apart."""
+    sock.settimeout(None)
+    seconds, fraction = divmod(timeout_s, 1.0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(fraction * 1e6)))
+
+
 class FrameSocket:
     """Owns `sock`. All errors are `LinkClosed` (the peer, or its time, is gone) and `ProtocolError` (bad bytes);
     after either the stream has lost its place and is only good for `close`."""
@@ -52,13 +61,8 @@ class FrameSocket:
 
     def set_timeout(self, timeout_s: float) -> None:
         """For one frame or payload, once its first byte moved. Not while another thread uses the socket."""
-        # The kernel's own time-outs, not Python's: those make the socket non-blocking, and then a block takes dozens
-        # of calls where it now takes one. They also keep the two directions apart.
         self._timeout_s = timeout_s
-        self._sock.settimeout(None)
-        seconds, fraction = divmod(timeout_s, 1.0)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(fraction * 1e6)))
+        set_timeouts(self._sock, timeout_s)
 
     def send(self, encoded: bytes, *payload: memoryview) -> None:
         """Send a frame, and the payload that follows it, completely."""

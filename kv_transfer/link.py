@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError, HandshakeRefused, LinkClosed, ProtocolError
 from kv_transfer.digest import BlockCopier
-from kv_transfer.frame_socket import FrameSocket
+from kv_transfer.frame_socket import FrameSocket, set_timeouts
 from kv_transfer.frames import Blocks, Hello, Refused, Welcome, clipped, encode
 from kv_transfer.handshake import Refusal, RefusalCode, examine, introduce
 from kv_transfer.identity import (
@@ -230,7 +230,7 @@ def _attempts(
 def _dial_unix(name: bytes, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(timeout_s)
+        set_timeouts(sock, timeout_s)  # the kernel's: with Python's, a full backlog is an error at once
         sock.connect(name)
     except OSError:
         sock.close()

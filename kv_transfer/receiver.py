@@ -28,6 +28,8 @@ __all__ = ["KvReceiver", "ReceiverListener"]
 
 _REMEMBERED_TRANSFERS = 1024
 _NO_DESCRIPTOR_PAUSE_S = 0.1
+_ROOM_WAIT_S = 1.0
+"""For the thread of a connection that makes room. It is awake at once; later ones wait in the backlog."""
 _BACKLOG = 128
 
 
@@ -63,6 +65,7 @@ class KvReceiver:
         self._wake_accepter, self._accepter_woken = socket.socketpair()
         self._accepter = threading.Thread(target=self._accept_all, name="kv-accept", daemon=True)
         self._lock = threading.Lock()
+        self._link_gone = threading.Condition(self._lock)
         self._links: dict[ReceiverLink, None] = {}
         """In the order in which they came."""
         self._closing = threading.Event()
@@ -191,21 +194,20 @@ class KvReceiver:
             sock.close()
 
     def _why_no_room(self) -> str | None:
-        """For one more link. Connections whose handshake is not over make room, the oldest first: a crowd of strangers
-        keeps no peer out."""
+        """For one more link; with the lock held. Connections whose handshake is not over make room, the oldest first: a
+        crowd of strangers keeps no peer out."""
+        most = self.settings.max_links
+        if len(self._links) >= most and (stranger := next((link for link in self._links if link.is_stranger), None)):
+            stranger.end()
+            self._link_gone.wait_for(lambda: len(self._links) < most, _ROOM_WAIT_S)
         if self._closing.is_set():
             return "closed"
-        if len(self._links) < self.settings.max_links:
-            return None
-        stranger = next((link for link in self._links if link.is_stranger), None)
-        if stranger is None or len(self._links) >= 2 * self.settings.max_links:
-            return "busy"
-        stranger.end()
-        return None
+        return "busy" if len(self._links) >= most else None
 
     def link_ended(self, link: ReceiverLink) -> None:
         with self._lock:
             self._links.pop(link, None)
+            self._link_gone.notify()
 
     def note_adoption(self, ticket_id: str, since: float, blocks: int, num_bytes: int, transport: str) -> None:
         """Blocks were adopted; the first of their ticket began at `since`."""

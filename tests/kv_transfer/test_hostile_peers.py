@@ -113,7 +113,7 @@ def test_a_crowd_that_holds_its_connections_open_keeps_no_peer_out(transport: st
 
         transfer_one_block(side, transport)
 
-        assert side.receiver.stats().links_open <= 2 * KEYED.max_links
+        assert side.receiver.stats().links_open <= KEYED.max_links
 
 
 def test_every_stranger_is_counted_and_leaves_no_thread_and_no_descriptor() -> None:

@@ -89,7 +89,7 @@ class RouterConfig:
     max_request_bytes: int = 8 * MIB
     """Of a client's message."""
     body_timeout_s: float = 30.0
-    """For the body of an HTTP request to arrive."""
+    """For the first request of an HTTP connection to begin, and then for its body to arrive."""
     last_word_s: float = 10.0
     """For the client of an event stream to take its end, once nothing else of the request is left."""
     max_prompt_bytes: int = MIB

@@ -37,6 +37,9 @@ class HttpServer:
         self._metrics = metrics
         self._tenants = tenants
         self._calls: set[asyncio.Task[None]] = set()
+        self._silent: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        """Connections that have brought no request yet, and when their time is over."""
+        self._listener: asyncio.Server | None = None
         app = web.Application(middlewares=[self._answer_errors], client_max_size=config.max_request_bytes)
         routes.add_to(app)
         self._runner = web.AppRunner(
@@ -54,21 +57,37 @@ class HttpServer:
         await self._runner.setup()
         host = self._config.host
         try:
-            await web.TCPSite(self._runner, host, port, ssl_context=tls).start()
+            self._listener = await asyncio.get_running_loop().create_server(self._connection, host, port, ssl=tls)
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(f"cannot listen for HTTP on {host}:{port}: {error.strerror}") from error
-        return f"{host}:{self._runner.addresses[0][1]}"
+        return f"{host}:{self._listener.sockets[0].getsockname()[1]}"
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, let live calls finish within `grace_s`, end the rest."""
-        for site in list(self._runner.sites):
-            await site.stop()
+        if self._listener is not None:
+            self._listener.close()
+        for timer in self._silent.values():
+            timer.cancel()
+        self._silent.clear()
         if self._calls:
             await asyncio.wait(self._calls, timeout=grace_s)
         for call in self._calls:
             call.cancel()
         await self._runner.cleanup()
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        """Of a client that has some time to ask something; aiohttp would wait for it without end."""
+        assert self._runner.server is not None, "it was set up"
+        handler = self._runner.server()
+        timer = asyncio.get_running_loop().call_later(self._config.body_timeout_s, self._close_silent, handler)
+        self._silent[handler] = timer
+        return handler
+
+    def _close_silent(self, handler: web.RequestHandler) -> None:
+        del self._silent[handler]
+        if handler.transport is not None:
+            handler.transport.abort()
 
     @web.middleware
     async def _answer_errors(
@@ -78,6 +97,8 @@ class HttpServer:
         task = asyncio.current_task()
         assert task is not None, "a handler runs in a task"
         self._calls.add(task)
+        if (timer := self._silent.pop(request.protocol, None)) is not None:
+            timer.cancel()
         try:
             response = await self._answer(request, handler)
             resource = request.match_info.route.resource

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -180,6 +181,30 @@ async def test_a_body_that_does_not_arrive_is_not_waited_for(front: HttpFront) -
         assert b" 504 " in await reader.readline()
     writer.close()
     await writer.wait_closed()
+
+
+@pytest.mark.parametrize("said", [b"", b"POST / HTTP/1.1\r\nHost: "])
+async def test_a_connection_that_asks_nothing_is_closed(front: HttpFront, said: bytes) -> None:
+    await front.start(body_timeout_s=0.05)
+    host, port = front.server.http_address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(said)
+    async with asyncio.timeout(5):
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_connection_that_has_asked_may_wait_for_its_answer(front: HttpFront) -> None:
+    await front.start(body_timeout_s=0.05)
+    front.prefill.hold("prefill")
+    waiting = asyncio.create_task(front.ok(CHAT, messages=MESSAGES, max_tokens=2))
+    await front.prefill.reached("prefill")
+    loop, passed = asyncio.get_running_loop(), asyncio.Event()
+    loop.call_later(0.1, passed.set)  # armed after the connection's own timer
+    await passed.wait()
+    front.prefill.release("prefill")
+    assert (await waiting)["choices"]
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", CHAT, 405), ("POST", "/v2/chat", 404)])

@@ -27,7 +27,8 @@ copy is work that later requests wait for; `bench.replay` has the figures. From 
 TIE_MS, TIE_SHARE = 1.0, 0.05
 """Prices this close are equal: estimates are no better, and equal prompts should meet at the same worker."""
 MAX_CHANGES = 64
-"""After so many changed snapshots the rates assumed for unknown workers are worked out anew."""
+"""After so many changed snapshots all costs are worked out anew, with them the rates assumed for unknown workers and
+what a cached token is worth."""
 MAX_PER_ROLE = 8
 """Workers of a role that are combined into pairs, best first. Bounds the cost of a decision."""
 _MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -84,9 +85,12 @@ class _Use:
         base_ms: Callable[[WorkerCosts], float],
         token_ms: Callable[[WorkerCosts], float],
         held_ms: Callable[[WorkerCosts], float],
+        worth_ms: float = 0.0,
     ) -> None:
         """`base_ms` of every request, `token_ms` of each token of its prompt, less `held_ms` of each that is held."""
         self.members = list(members)
+        self.worth_ms = worth_ms
+        """What holding a token may make a worker cost more. One for all: a slow worker is worth no more than others."""
         self._costs = (base_ms, token_ms, held_ms)
         self._base_ms, self._token_ms, self._held_ms = (list(map(cost, members)) for cost in self._costs)
         self._slots = [_slot(member) for member in members]
@@ -150,7 +154,8 @@ class Fleet:
             return
         self._num_changes += len(changed)
         if self._num_changes > MAX_CHANGES:
-            self._assumed, self._num_changes = assumed_rates(workers, self._rates), 0
+            self._start_over(workers)
+            return
         for worker in changed:
             known[worker.worker_id] = worker
             costs = worker_costs(worker, self._rates, self._assumed[worker.role])
@@ -196,6 +201,7 @@ class Placement:
     def __init__(self, request: PlacementRequest, prefill: _Use, decode: _Use, local: _Use) -> None:
         self._request = request
         self._prefill, self._decode = list(prefill.members), list(decode.members)  # as they are at this moment
+        self._worth_ms = local.worth_ms
         self._prefill_held = prefill.held(request) if prefill.members else []
         self._decode_held = decode.held(request)
         self._ranks: list[float] = []
@@ -289,7 +295,7 @@ class Placement:
         computing = decode if first is None else self._prefill[first]
         held = self._decode_held[second] if first is None else self._prefill_held[first]
         compute_ms = (n - held) * computing.token_ms
-        affinity_ms = AFFINITY * held * computing.token_ms
+        affinity_ms = self._worth_ms * held
         if first is None:
             moved = PriceTerm("decode_stall", compute_ms * decode.worker.running)
         else:
@@ -347,16 +353,19 @@ def _uses(members: Sequence[WorkerCosts]) -> tuple[_Use, _Use, _Use]:
     prefill = [member for member in members if member.worker.role == PREFILL]
     decode = [member for member in members if member.worker.role == DECODE]
 
+    worth_ms = AFFINITY * min((member.token_ms for member in members), default=0.0)
+
     def local_token_ms(m: WorkerCosts) -> float:
         return m.token_ms * (1 + m.worker.running)
 
     return (
-        _Use(prefill, lambda m: m.queue_ms, lambda m: m.token_ms, lambda m: m.token_ms * (1 + AFFINITY)),
+        _Use(prefill, lambda m: m.queue_ms, lambda m: m.token_ms, lambda m: m.token_ms + worth_ms),
         _Use(decode, lambda m: m.step_ms + m.slowdown_ms, lambda m: 0.0, lambda m: m.link_ms),
         _Use(
             decode,
             lambda m: m.queue_ms + m.step_ms + m.slowdown_ms,
             local_token_ms,
-            lambda m: local_token_ms(m) + m.token_ms * AFFINITY,
+            lambda m: local_token_ms(m) + worth_ms,
+            worth_ms,
         ),
     )

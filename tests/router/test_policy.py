@@ -155,6 +155,11 @@ def test_the_holder_of_a_prefix_is_chosen_until_its_queue_costs_more_than_holdin
         assert chosen(fleet, replace(request, matches=[holds(50, holder)]))[0] == expected
 
 
+def test_of_two_holders_the_slower_one_is_worth_no_more() -> None:
+    fast, slow = prefill_worker("fast", slot=0), prefill_worker("slow", slot=1, prefill_tokens_per_s=100.0)
+    assert chosen([slow, fast, decode_worker("d")], replace(REQUEST, matches=[holds(5, slow, fast)]))[0] == "fast"
+
+
 def test_one_hot_worker_leaves_the_affinity_of_others_alone() -> None:
     hot, warm = prefill_worker("hot", slot=0, waiting_tokens=9000), prefill_worker("warm", slot=1)
     fleet = [hot, warm, prefill_worker("cold", slot=2), decode_worker("d")]

@@ -43,6 +43,7 @@ check: tools
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy tests
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) -m tests.support.check_stubs
 	$(VENV)/bin/buf lint

@@ -90,7 +90,8 @@ def measure(parts: EngineParts, rates: dict[str, list[float]], runs: int) -> Non
             seconds = generate(parts.engine, 1, length, 1)
             rates.setdefault(f"prefill_{length}_tok_s", []).append(length / seconds)
         for batch in BATCHES:
-            seconds = generate(parts.engine, batch, CONTEXT, OUTPUT + 1) - generate(parts.engine, batch, CONTEXT, 1)
+            prompts_s = statistics.median(generate(parts.engine, batch, CONTEXT, 1) for _ in range(3))
+            seconds = generate(parts.engine, batch, CONTEXT, OUTPUT + 1) - prompts_s
             rates.setdefault(f"decode_b{batch}_tok_s", []).append(batch * OUTPUT / seconds)
 
 

@@ -22,7 +22,7 @@ from engine.gguf_file import GgufFile
 from engine.gguf_import import import_gguf
 from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
-from engine.model.llama import LlamaModel
+from engine.model.llama import Model
 from engine.model.registry import load_model
 from engine.model_config import load_model_config
 from engine.tokenizer import ChatMessage, Tokenizer
@@ -244,7 +244,7 @@ def test_the_real_weights_choose_as_llama_cpp_does_wherever_it_is_sure(smollm2_f
     assert differing == []
 
 
-def teacher_forced(model: LlamaModel, token_ids: list[int], steps: int) -> list[int]:
+def teacher_forced(model: Model, token_ids: list[int], steps: int) -> list[int]:
     """The most likely token after each of the last `steps` of `token_ids`."""
     config = model.config
     layout = KvLayout(

@@ -174,8 +174,9 @@ def test_finds_that_an_abort_is_ignored() -> None:
 def test_finds_that_the_end_of_a_request_is_told_twice() -> None:
     def end(self: PrefillWorker, record: Any) -> None:
         record.deadline.cancel()
-        if self._core.live.by_key(record.key) is record:
-            self._core.live.remove(record)
+        live = self._core.live.by_key(record.key)
+        if live is not None and live is record:
+            self._core.live.remove(live)
         record.session.send_ended(record.request_id, record.error)
 
     assert "a message after Ended" in str(find(PrefillWorker, "_end", end).error)

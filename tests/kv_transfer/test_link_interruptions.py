@@ -32,7 +32,6 @@ from kv_links import (
     same_bytes,
     ticket,
 )
-from kv_sender_process import FILL_SEED
 from link_process import LinkProcess, receiver_process, sender_process
 
 from engine.errors import LinkClosed
@@ -99,7 +98,7 @@ def test_a_receiver_is_free_by_its_deadline_and_keeps_nothing_of_a_sender_that_s
 
 def test_what_was_adopted_of_a_pool_whose_owner_was_killed_in_the_middle_is_right(decode: DecodeSide) -> None:
     slots = [3, 0, 2, 1]
-    with sender_process("large") as sender:
+    with sender_process("large", "shm") as sender:
         sender.begin(decode, "shm", "t", slots, generation=1)
         sender.tell("send", ticket_id="t", ordinals=[0, 1, 2, 3])  # 256 MiB
         events = [decode.listener.next()]
@@ -114,7 +113,7 @@ def test_what_was_adopted_of_a_pool_whose_owner_was_killed_in_the_middle_is_righ
     decode.receiver.close(WAIT_S)
     assert decode.receiver.stats().links_open == 0
     source = MemoryPool(LARGE_LAYOUT, NUM_LARGE_BLOCKS)
-    source.fill(FILL_SEED)
+    source.number()
     assert all(same_bytes(source, ordinal, decode.pool, slots[ordinal]) for ordinal in adopted)
     source.close()
 

@@ -68,7 +68,8 @@ async def test_without_a_key_no_method_of_the_two_services_answers(front: HttpFr
         for service in router_pb2.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
                 path = f"/{service.full_name}/{method.name}"
-                call = (channel.unary_stream if method.server_streaming else channel.unary_unary)(path)(b"", timeout=5)
+                ask: Any = channel.unary_stream if method.server_streaming else channel.unary_unary
+                call = ask(path)(b"", timeout=5)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await (call.read() if method.server_streaming else call)
                 assert isinstance(from_rpc_error(caught.value), Unauthenticated), path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -64,9 +65,14 @@ async def address(model: ServedModel) -> AsyncIterator[str]:
     await server.stop(1.0)
 
 
+def unary(channel: grpc.aio.Channel, method: str) -> Any:
+    """A call of bytes."""
+    return channel.unary_unary(method)
+
+
 async def test_a_client_that_sends_bad_text_gets_invalid_argument_and_the_field(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
-        call = channel.unary_stream(f"/{ROUTER_SERVICE}/Generate")
+        call: Any = channel.unary_stream(f"/{ROUTER_SERVICE}/Generate")
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             [_ async for _ in call(chat((b"user", LATIN_1)), timeout=5)]
 
@@ -79,7 +85,7 @@ async def test_a_client_that_sends_bad_text_gets_invalid_argument_and_the_field(
 async def test_a_unary_call_is_checked_too(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await channel.unary_unary(f"/{ROUTER_SERVICE}/Tokenize")(field(1, LATIN_1), timeout=5)
+            await unary(channel, f"/{ROUTER_SERVICE}/Tokenize")(field(1, LATIN_1), timeout=5)
 
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -87,7 +93,7 @@ async def test_a_unary_call_is_checked_too(address: str) -> None:
 async def test_calls_of_operators_are_checked_like_those_of_clients(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await channel.unary_unary(f"/{ADMIN_SERVICE}/Status")(b"\xff\xff\xff", timeout=5)
+            await unary(channel, f"/{ADMIN_SERVICE}/Status")(b"\xff\xff\xff", timeout=5)
 
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert str(from_rpc_error(raised.value)) == "request: is not a StatusRequest message"

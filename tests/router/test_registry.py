@@ -149,7 +149,7 @@ async def test_an_old_prefill_worker_hears_nothing_that_it_does_not_know(workers
     assert old.all("prewarm") == []
 
 
-LAYOUT = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "block_size": 4, "dtype": "float32"}
+LAYOUT: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "block_size": 4, "dtype": "float32"}
 
 
 @pytest.mark.parametrize(

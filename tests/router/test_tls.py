@@ -119,7 +119,7 @@ async def test_the_synchronous_client_speaks_tls_too(front: HttpFront, files: Fi
     assert await asyncio.to_thread(ask) == 1
 
 
-def config(**settings: str) -> RouterConfig:
+def config(**settings: Any) -> RouterConfig:
     return RouterConfig(model_path="unused", model_name="fake", **settings)
 
 

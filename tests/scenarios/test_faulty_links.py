@@ -57,7 +57,7 @@ async def test_every_client_gets_its_tokens_whatever_the_links_do(
     rng = random.Random(1)
     prompts = [[rng.randrange(500) for _ in range(rng.randint(1, 120))] for _ in range(REQUESTS)]
 
-    transports = {"kv_transports": (transport,)}
+    transports: dict[str, Any] = {"kv_transports": (transport,)}
     async with OneProcessCluster(tmp_path, num_prefill=2, num_decode=2, lease_s=0.5, **transports) as cluster:
         generations = await asyncio.gather(*(cluster.generate(prompt, 12) for prompt in prompts))
 

@@ -157,7 +157,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer, router_pb2_grpc.AdminServicer):
         self.script: Script = answer
         self.error: EngineError | None = None
         self.requests: list[Any] = []
-        self.authorizations: list[str | None] = []
+        self.authorizations: list[str | bytes | None] = []
         """Of each request."""
         self.over: queue.SimpleQueue[LiveCall] = queue.SimpleQueue()
 

@@ -79,6 +79,11 @@ class MemoryPool:
         for block in range(self.num_blocks):
             self.block(block)[:] = rng.randbytes(self.layout.block_bytes)
 
+    def number(self) -> None:
+        """Fill each block with its number: far quicker than `fill`, and one block is still not another."""
+        for block in range(self.num_blocks):
+            self.block(block)[:] = bytes([block + 1]) * self.layout.block_bytes
+
     def close(self) -> None:
         if self.fd is not None:
             os.close(self.fd)

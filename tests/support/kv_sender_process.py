@@ -31,8 +31,7 @@ def main() -> None:
     size, transport = sys.argv[1:]
     if size == "large":
         pool = MemoryPool(LARGE_LAYOUT, NUM_LARGE_BLOCKS)
-        for block in range(NUM_LARGE_BLOCKS):
-            pool.block(block)[:] = b"x" * LARGE_LAYOUT.block_bytes
+        pool.number()
     else:
         pool = MemoryPool()
         pool.fill(FILL_SEED)

@@ -105,7 +105,7 @@ class NcclOverGloo:
 
     Options = Options
 
-    def __init__(self, store: Store, rank: int, size: int, options: Options) -> None:
+    def __init__(self, store: Store, rank: int, size: int, options: Any) -> None:
         assert options._timeout is not None
         group = GlooGroup.connect(store, rank, "127.0.0.1", options._timeout.total_seconds())
         assert group._backend is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,7 +108,7 @@ def test_what_leads_outside_is_refused_before_anything_is_written(
     field: str, value: object, message: str, decoder: NativeDecoder
 ) -> None:
     run = runner(TINY, decoder)
-    fields = {
+    fields: dict[str, Any] = {
         "token_ids": torch.tensor([1, 2]),
         "positions": torch.tensor([0, 1]),
         "query_starts": [0, 2],

@@ -26,12 +26,16 @@ _SAMPLING: dict[str, dict[str, Any]] = {
     "--top-p": {"type": float, "help": "Keep the most likely tokens up to this probability, in (0, 1]."},
     "--seed": {"type": int, "help": "The same seed gives the same answer.  [default: drawn by the router]"},
     "--stop": {"multiple": True, "metavar": "TEXT", "help": "End before this text. May be repeated."},
+    "--priority": {
+        "type": int,
+        "help": "From -8, which goes first, to 8.  [default: that of the tenant, which usually is 0]",
+    },
     "--ignore-eos": {"is_flag": True, "default": None, "help": "Do not stop at the model's end-of-sequence token."},
 }
 
 
 def sampling_options(command: CommandT) -> CommandT:
-    """Options named as in `SamplingParams`. Those not given stay out, so that its defaults stand in one place.
+    """Options named as in `GenerateOptions`. Those not given stay out, so that its defaults stand in one place.
 
     But for the temperature: small models talk nonsense at the API's default, and a command is often tried with one.
     """

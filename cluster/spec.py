@@ -111,7 +111,8 @@ class RouterSpec:
     http_port: int | None = None
     """For HTTP. Default: the one after `port`, or a free one if that is 0, which 0 takes as well."""
     max_live_requests: int = 1024
-    """Requests at once; one more is refused with a retry hint."""
+    """Requests of priority 0 at once; one more is refused with a retry hint. Worse ones are refused sooner, better ones
+    later: a sixteenth for each step."""
     default_timeout_s: float = 600.0
     """Deadline of a call that brings none."""
     api_keys: str = ""

@@ -7,10 +7,9 @@ from enum import Enum
 
 from engine.adoption import Adoption
 from engine.errors import InternalError, RequestError
+from engine.priority import check_priority
 from engine.routing_key import RunningRoutingKey
 from engine.sampling_params import SamplingParams
-
-MAX_PRIORITY = 8
 
 
 class RequestKind(Enum):
@@ -125,9 +124,7 @@ class Request:
                 "num_prompt_tokens",
                 f"must be in [1, {len(self.token_ids)}] (the tokens given), got {self.num_prompt_tokens}",
             )
-
-        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
-            raise RequestError("priority", f"must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {self.priority}")
+        check_priority(self.priority)
 
     @property
     def num_output_tokens(self) -> int:

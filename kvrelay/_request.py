@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 
 from engine.block_hash import pack_tokens, unpack_tokens
 from engine.errors import ConfigError, RequestError
+from engine.priority import check_priority
 from engine.sampling_params import SamplingParams
 from kvrelay import _wire
 from kvrelay.types import Messages
@@ -54,6 +55,8 @@ class GenerateOptions(SamplingOptions, total=False):
     """At most 128 printable ASCII characters. Default: made by the router."""
     n: int
     """Outputs of the prompt, each drawn by itself from a seed that follows from `seed`. Default: 1."""
+    priority: int | None
+    """In [-8, 8]; a smaller number goes first. Default: the tenant's, which usually is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ def build_generate(prompt: str | None, options: GenerateOptions, default_timeout
         model=_text("model", given.get("model", "")),
         sampling=_wire.sampling_to_proto(build_sampling(given.get("sampling"), sampling_options)),
         n=_count("n", given.get("n", 1)),
+        priority=_priority(given.get("priority")),
     )
     messages, token_ids = given.get("messages"), given.get("prompt_token_ids")
     _check_one_input(prompt=prompt, messages=messages, prompt_token_ids=token_ids)
@@ -224,6 +228,15 @@ def _packed(token_ids: Any) -> bytes:
 def _count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= _wire.MAX_U32:
         raise RequestError(name, f"must be an integer of at least 1, got {value!r}")
+    return int(value)
+
+
+def _priority(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise RequestError("priority", f"must be an integer, got {value!r}")
+    check_priority(int(value))
     return int(value)
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from engine.errors import DeadlineExceeded, EngineError, QueueFull, RequestCancelled, RequestError
+from router.shedding import allowance
 
 
 class LiveRequest:
@@ -47,9 +48,13 @@ class LiveRequest:
 
 
 class Admission:
-    """Invariant: a request id is in `_live` exactly while its `admit` block runs; nothing else counts requests."""
+    """There is no queue here: who is let in waits at the workers, where priority and tenant decide whose turn it is.
+
+    Invariant: a request id is in `_live` exactly while its `admit` block runs; nothing else counts requests.
+    """
 
     def __init__(self, max_live: int) -> None:
+        """`max_live` is for priority 0: each priority has its allowance of it, at least one place."""
         self._max_live = max_live
         self._live: dict[str, LiveRequest] = {}
 
@@ -58,12 +63,15 @@ class Admission:
         return len(self._live)
 
     @contextmanager
-    def admit(self, request_id: str) -> Iterator[LiveRequest]:
+    def admit(self, request_id: str, priority: int = 0) -> Iterator[LiveRequest]:
         """Hold a place for `request_id`. Raises `QueueFull`, or `RequestError` if the id is live already."""
         if request_id in self._live:
             raise RequestError("request_id", f"{request_id!r} is live already; ids are unique while they are")
-        if len(self._live) >= self._max_live:
-            raise QueueFull(f"{self._max_live} requests are live, which is the limit; try again later")
+        limit = max(1, int(self._max_live * allowance(priority)))
+        if len(self._live) >= limit:
+            raise QueueFull(
+                f"{len(self._live)} requests are live; the limit of priority {priority} is {limit}; try again later"
+            )
         request = self._live[request_id] = LiveRequest(request_id)
         try:
             yield request

@@ -37,7 +37,8 @@ class RouterConfig:
     """Addresses (HOST:PORT) of the workers known at start; `RouterServer.set_workers` replaces them."""
 
     max_live_requests: int = 1024
-    """Requests at once; one more is refused with a retry hint. Too high: memory, and waits past every deadline."""
+    """Requests at once; one more is refused with a retry hint. That is for priority 0: one sixteenth less for each step
+    that is worse, as much more for each better. Too high: memory, and waits past every deadline."""
     retry_after_s: float = 1.0
     """The hint."""
     default_timeout_s: float = 600.0

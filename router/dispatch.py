@@ -127,9 +127,10 @@ class Dispatcher:
         request_id = validate.request_id_of(message)
         timeout_s = self._config.default_timeout_s if timeout_s is None else timeout_s
         key = tenant.qualified(request_id)
-        with self.admission.admit(key) as live, self.history.record(key) as record:
+        priority = validate.priority_of(message, tenant)
+        with self.admission.admit(key, priority) as live, self.history.record(key) as record:
             async with live.within(timeout_s):
-                request = await self._read(message, request_id, tenant, live)
+                request = await self._read(message, request_id, tenant.scope, priority, live)
                 n = message.n or 1
                 emit = emit if n == 1 else one_at_a_time(emit)
                 first = _Job(live, request, self._stream(request, emit, waterfall), waterfall, record)
@@ -142,7 +143,7 @@ class Dispatcher:
                     await all_or_none([self._serve(first), *others])
 
     async def _read(
-        self, message: router_pb2.GenerateRequest, request_id: str, tenant: Tenant, live: LiveRequest
+        self, message: router_pb2.GenerateRequest, request_id: str, scope: bytes, priority: int, live: LiveRequest
     ) -> GenerationRequest:
         validate.check_n(message, self._config.max_n)
         params = validate.read_params(message, self._model, self._draw_seed)
@@ -151,7 +152,7 @@ class Dispatcher:
             worker = self._registry.roomiest()
             longest = self._model.max_model_len if worker is None else worker.max_request_tokens
             params = validate.clamped(params, prompt, min(longest, self._model.max_model_len))
-        request = validate.complete(request_id, prompt, params, self._model, tenant.scope)
+        request = validate.complete(request_id, prompt, params, self._model, scope, priority)
         self._check_fits(request)
         return request
 
@@ -213,7 +214,8 @@ class Dispatcher:
                     placed = self._decide(job)
                     if placed is not None:
                         if job.stream.log.num_outputs == 0 and self._speed_is_known(placed):
-                            check_in_time(placed.placement.considered(1)[0], job.live.remaining_s())
+                            best, remaining_s = placed.placement.considered(1)[0], job.live.remaining_s()
+                            check_in_time(best, remaining_s, job.request.priority)
                         job.record.placed(placed.placement)
                         return placed
                     if failure is not None and self._registry.is_ready():
@@ -388,6 +390,7 @@ class Dispatcher:
         message.num_prompt_tokens = job.request.num_prompt_tokens
         message.sampling.CopyFrom(job.request.sampling)
         message.scope = job.request.scope
+        message.priority = job.request.priority
         message.timeout_ms = max(1, int(job.live.remaining_s() * 1000))
         return message
 

@@ -27,6 +27,8 @@ class GenerationRequest:
     """`params` as workers get them."""
     scope: bytes = b""
     """Of the tenant: part of block identity."""
+    priority: int = 0
+    """A smaller number goes first."""
 
     @property
     def num_prompt_tokens(self) -> int:

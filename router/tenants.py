@@ -6,8 +6,10 @@ The file, YAML:
     tenants:
       - name: acme
         sha256: [digest of a key in hexadecimal, ...]   # printf %s "$KEY" | sha256sum
-        max_concurrent_requests: 8                      # these three are optional
+        max_concurrent_requests: 8                      # this and all that follow are optional
         tokens_per_minute: 100000
+        priority: 0                                     # of requests that name none; a smaller number goes first
+        best_priority: 0                                # no request may ask for a smaller one
         admin: true
 """
 
@@ -23,13 +25,14 @@ from typing import Any
 
 import yaml
 
-from engine.errors import ConfigError, PermissionDenied, Unauthenticated
+from engine.errors import ConfigError, PermissionDenied, RequestError, Unauthenticated
+from engine.priority import MAX_PRIORITY, check_priority
 
 MIN_SECRET_CHARS = 32
 MAX_TENANTS = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_FIELDS = {"name", "sha256", "max_concurrent_requests", "tokens_per_minute", "admin"}
+_FIELDS = {"name", "sha256", "max_concurrent_requests", "tokens_per_minute", "priority", "best_priority", "admin"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,10 @@ class Tenant:
     """Outputs at once: a call with n = 4 counts four times."""
     tokens_per_minute: int | None = None
     """Of prompts and outputs, on average; as many may come at once after a pause."""
+    priority: int = 0
+    """Of its requests that name none."""
+    best_priority: int = 0
+    """The smallest number that its requests may name."""
 
     def qualified(self, request_id: str) -> str:
         """`request_id` among those of all tenants: they neither meet nor see each other's."""
@@ -52,8 +59,16 @@ class Tenant:
         if not self.admin:
             raise PermissionDenied(f"tenant {self.name!r} may not call the Admin service")
 
+    def check_priority(self, priority: int) -> None:
+        """Raises `RequestError` (field `priority`) for one that no request, or none of this tenant, may have."""
+        check_priority(priority)
+        if priority < self.best_priority:
+            raise RequestError(
+                "priority", f"must be at least {self.best_priority} for tenant {self.name!r}, got {priority}"
+            )
 
-ANYBODY = Tenant(name="anybody", scope=b"", admin=True)
+
+ANYBODY = Tenant(name="anybody", scope=b"", admin=True, best_priority=-MAX_PRIORITY)
 """Everyone, where no keys are configured."""
 
 
@@ -131,7 +146,7 @@ def _read_tenant(entry: Any, where: str, secret: str) -> tuple[Tenant, list[byte
         raise ConfigError(f"{where}.name must be 1 to 64 of letters, digits, dots and dashes")
     if not isinstance(admin, bool):
         raise ConfigError(f"{where}.admin must be true or false")
-    limits = {field: entry.get(field) for field in ("max_concurrent_requests", "tokens_per_minute")}
+    limits: dict[str, Any] = {field: entry.get(field) for field in ("max_concurrent_requests", "tokens_per_minute")}
     for limit, value in limits.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"{where}.{limit} must be an integer of at least 1")
@@ -139,5 +154,18 @@ def _read_tenant(entry: Any, where: str, secret: str) -> tuple[Tenant, list[byte
     good = isinstance(digests, list) and digests
     if not good or not all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in digests):
         raise ConfigError(f"{where}.sha256 must be 64 hexadecimal digits, or a list of such, quoted")
-    tenant = Tenant(name=name, scope=scope_of(secret, name), admin=admin, **limits)
+    priorities = _read_priorities(entry, where)
+    tenant = Tenant(name=name, scope=scope_of(secret, name), admin=admin, **limits, **priorities)
     return tenant, [bytes.fromhex(digest) for digest in digests]
+
+
+def _read_priorities(entry: dict[str, Any], where: str) -> dict[str, int]:
+    """Without `best_priority`, the tenant's requests may name nothing better than its own."""
+    priority = entry.get("priority", 0)
+    priorities = {"priority": priority, "best_priority": entry.get("best_priority", priority)}
+    for name, value in priorities.items():
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_PRIORITY:
+            raise ConfigError(f"{where}.{name} must be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
+    if priority < priorities["best_priority"]:
+        raise ConfigError(f"{where}.priority must be at least best_priority, {priorities['best_priority']}")
+    return priorities

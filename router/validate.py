@@ -16,6 +16,7 @@ from kvrelay._wire import sampling_from_proto, sampling_to_proto
 from kvrelay.v1 import router_pb2
 from router.request import GenerationRequest
 from router.served_model import ServedModel
+from router.tenants import Tenant
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_CHAT_MESSAGES = 4096
@@ -50,6 +51,14 @@ def check_n(message: router_pb2.GenerateRequest, limit: int) -> None:
         raise RequestError("n", f"at most {limit} choices, got {message.n}")
 
 
+def priority_of(message: router_pb2.GenerateRequest, tenant: Tenant) -> int:
+    """The one that the client asks for, if its tenant may have it, or the tenant's."""
+    if not message.HasField("priority"):
+        return tenant.priority
+    tenant.check_priority(message.priority)
+    return message.priority
+
+
 def read_params(
     message: router_pb2.GenerateRequest, model: ServedModel, seed: Callable[[], int] = draw_seed
 ) -> SamplingParams:
@@ -67,11 +76,21 @@ def clamped(params: SamplingParams, prompt: bytes, limit: int) -> SamplingParams
 
 
 def complete(
-    request_id: str, prompt: bytes, params: SamplingParams, model: ServedModel, scope: bytes = b""
+    request_id: str,
+    prompt: bytes,
+    params: SamplingParams,
+    model: ServedModel,
+    scope: bytes = b"",
+    priority: int = 0,
 ) -> GenerationRequest:
     """The request from its checked parts. Raises `RequestError` if it is longer than the model takes."""
     request = GenerationRequest(
-        request_id=request_id, prompt=prompt, params=params, sampling=sampling_to_proto(params), scope=scope
+        request_id=request_id,
+        prompt=prompt,
+        params=params,
+        sampling=sampling_to_proto(params),
+        scope=scope,
+        priority=priority,
     )
     check_length(request, model.max_model_len)
     return request

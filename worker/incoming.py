@@ -26,6 +26,7 @@ def read_request(
         scope=message.scope,
         arrival=arrival,
         kind=kind,
+        priority=message.priority,
     )
 
 

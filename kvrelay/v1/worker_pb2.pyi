@@ -373,6 +373,7 @@ class Reserve(_message.Message):
     SCOPE_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     COMPUTE_HERE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique to the attempt."""
     token_ids: _builtins.bytes
@@ -386,6 +387,8 @@ class Reserve(_message.Message):
     """No prefill worker will send: compute the prompt on this worker. Reserved, whose ticket asks for no block, comes once
     that has begun; then outputs from index 0 (or the next one of a resumed request). No Start, no HandedOver.
     """
+    priority: _builtins.int
+    """In [-8, 8]; a smaller number goes first."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
         """Complete: the router filled in every default, the seed included."""
@@ -400,10 +403,11 @@ class Reserve(_message.Message):
         scope: _builtins.bytes = ...,
         timeout_ms: _builtins.int = ...,
         compute_here: _builtins.bool = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_here", b"compute_here", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_here", b"compute_here", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -583,11 +587,14 @@ class Prefill(_message.Message):
     SCOPE_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_ids: _builtins.bytes
     num_prompt_tokens: _builtins.int
     scope: _builtins.bytes
     timeout_ms: _builtins.int
+    priority: _builtins.int
+    """In [-8, 8]; a smaller number goes first."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -602,10 +609,11 @@ class Prefill(_message.Message):
         scope: _builtins.bytes = ...,
         timeout_ms: _builtins.int = ...,
         ticket: Global___Ticket | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "ticket", b"ticket", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "ticket", b"ticket", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -149,10 +149,11 @@ def _call(
 
 
 def _message(body: Fields, options: Mapping[str, Any], request_id: str) -> router_pb2.GenerateRequest:
-    n = body.integer("n")
+    n, priority = body.integer("n"), body.integer("priority")
     prompt = options.get("prompt")
     named = {name: value for name, value in options.items() if name != "prompt"}
-    given = GenerateOptions(model=body.text("model"), request_id=request_id, n=1 if n is None else n, **named)  # type: ignore[typeddict-item]
+    named |= {"model": body.text("model"), "request_id": request_id, "n": 1 if n is None else n, "priority": priority}
+    given = GenerateOptions(**named)  # type: ignore[typeddict-item]
     return _request.build_generate(prompt, given, _request.DEFAULT_TIMEOUT_S).message
 
 

@@ -53,13 +53,15 @@ def test_generate_writes_the_answer_to_stdout_and_the_account_to_stderr(router: 
 def test_generate_passes_on_what_was_given_and_nothing_else(router: FakeRouter) -> None:
     options = ["--max-tokens", "7", "--temperature", "0", "--seed", "3", "--stop", "a", "--stop", "b", "--ignore-eos"]
     kvrelay("generate", "hello", "--router", router.address, *options, "--request-id", "mine", "--model", "m")
-    request = router.requests[0]
+    kvrelay("generate", "hello", "--router", router.address, "--priority", "-2")
+    request, urgent = router.requests
     assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.seed) == (7, 0.0, 3)
     assert list(request.sampling.stop) == ["a", "b"]
     assert request.sampling.ignore_eos
     assert request.sampling.top_p == 1.0
     assert not request.sampling.HasField("logprobs")
     assert (request.request_id, request.model) == ("mine", "m")
+    assert (request.HasField("priority"), urgent.priority) == (False, -2)
 
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["chat"]])

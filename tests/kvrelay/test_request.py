@@ -56,6 +56,10 @@ def router() -> Iterator[FakeRouter]:
         ({"prompt": "a", "temperature": math.nan}, "temperature"),
         ({"prompt": "a", "temperature": "hot"}, "temperature"),
         ({"prompt": "a", "temperature": -0.1}, "temperature"),
+        ({"prompt": "a", "priority": 9}, "priority"),
+        ({"prompt": "a", "priority": -9}, "priority"),
+        ({"prompt": "a", "priority": 0.5}, "priority"),
+        ({"prompt": "a", "priority": True}, "priority"),
         ({"prompt": "a", "top_p": 0.0}, "top_p"),
         ({"prompt": "a", "top_p": True}, "top_p"),
         ({"prompt": "a", "top_k": 1.5}, "top_k"),
@@ -134,3 +138,9 @@ def test_tokenize_takes_text_or_messages_and_not_both() -> None:
         build_tokenize(None, None, "")
     with pytest.raises(RequestError, match="only one input"):
         build_tokenize("x", [USER], "")
+
+
+def test_a_priority_that_was_not_given_is_not_sent_and_zero_is() -> None:
+    assert not built("x").HasField("priority")
+    assert built("x", priority=0).HasField("priority")
+    assert built("x", priority=-8).priority == -8

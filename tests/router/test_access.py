@@ -26,11 +26,11 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture
 async def front(model: ServedModel, tmp_path: Path) -> AsyncIterator[HttpFront]:
-    """Tenants `acme` (two outputs at once) and `other` (60 tokens a minute), and the operator `ops`."""
+    """Tenants `acme` (two outputs at once, priority 2, or 1) and `other` (60 tokens a minute); the operator `ops`."""
     front = HttpFront(model)
     keys = write_tenants(
         tmp_path / "keys.yaml",
-        acme={"max_concurrent_requests": 2},
+        acme={"max_concurrent_requests": 2, "priority": 2, "best_priority": 1},
         other={"tokens_per_minute": 60},
         ops={"admin": True},
     )
@@ -123,6 +123,26 @@ async def test_outputs_at_once_are_limited_per_tenant(front: HttpFront) -> None:
     front.prefill.release("prefill")
     assert (await first)[0] == 200
     assert (await as_tenant(front, "acme"))[0] == 200
+
+
+async def test_a_request_has_the_priority_that_it_asks_for_or_its_tenants_at_both_workers(front: HttpFront) -> None:
+    assert (await as_tenant(front, "acme"))[0] == 200
+    assert (await as_tenant(front, "acme", priority=1, n=2))[0] == 200
+    async with client(front, "acme") as grpc_client:
+        await grpc_client.generate("Hi", priority=5, max_tokens=3)
+    expected = [2, 1, 1, 5]
+    assert [message.reserve.priority for message in front.decode.all("reserve")] == expected
+    assert [message.prefill.priority for message in front.prefill.all("prefill")] == expected
+
+
+async def test_a_client_cannot_ask_for_better_than_its_tenant_may_have(front: HttpFront) -> None:
+    status, answer = await as_tenant(front, "acme", priority=0)
+    assert (status, answer["error"]["param"]) == (400, "priority")
+    assert "at least 1 for tenant 'acme'" in answer["error"]["message"]
+    async with client(front, "other") as grpc_client:
+        with pytest.raises(RequestError, match="priority: must be at least 0 for tenant 'other', got -1"):
+            await grpc_client.generate("Hi", priority=-1)
+    assert front.decode.all("reserve") == []
 
 
 async def test_tokens_per_minute_are_limited_and_both_protocols_say_when_to_come_back(front: HttpFront) -> None:

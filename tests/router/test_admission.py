@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 
@@ -20,8 +21,36 @@ def test_a_place_is_free_again_however_the_request_ends() -> None:
 def test_one_request_too_many_is_refused_and_takes_no_place() -> None:
     admission = Admission(max_live=1)
     with admission.admit("a"):
-        with pytest.raises(QueueFull, match="1 requests are live"), admission.admit("b"):
+        with pytest.raises(QueueFull, match="1 requests are live; the limit of priority 0 is 1"), admission.admit("b"):
             pass
+        assert admission.live == 1
+
+
+def test_the_worse_a_priority_the_sooner_it_is_refused_and_what_was_let_in_stays() -> None:
+    admission = Admission(max_live=16)
+
+    def highest_priority_number_let_in() -> int | None:
+        for priority in range(8, -9, -1):
+            try:
+                with admission.admit("probe", priority):
+                    return priority
+            except QueueFull:
+                continue
+        return None
+
+    with ExitStack() as places:
+        let_in = []
+        for number in range(24):
+            let_in.append(highest_priority_number_let_in())
+            places.enter_context(admission.admit(f"r{number}", priority=-8))
+        assert let_in == [8] * 8 + list(range(7, -9, -1))
+        assert highest_priority_number_let_in() is None
+        assert admission.live == 24
+
+
+def test_every_priority_has_a_place_where_there_is_one() -> None:
+    admission = Admission(max_live=1)
+    with admission.admit("a", priority=8):
         assert admission.live == 1
 
 

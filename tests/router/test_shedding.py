@@ -24,6 +24,13 @@ def test_more_work_ahead_than_time_left_is_refused_with_the_difference() -> None
     assert caught.value.retry_after_s == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(("priority", "limit_s"), [(8, 5.0), (4, 7.5), (0, 10.0), (-8, 15.0)])
+def test_a_worse_priority_is_shed_for_less_work_ahead(priority: int, limit_s: float) -> None:
+    check_in_time(pair(prefill_queue=1000 * limit_s), remaining_s=10.0, priority=priority)
+    with pytest.raises(QueueFull, match=f"at priority {priority}"):
+        check_in_time(pair(prefill_queue=1000 * limit_s + 1), remaining_s=10.0, priority=priority)
+
+
 def test_a_requests_own_work_is_no_reason_to_refuse_it() -> None:
     best = pair(prefill_queue=10, prefill_compute=60_000, transfer=60_000, decode_slowdown=60_000)
     check_in_time(best, remaining_s=1.0)
@@ -39,6 +46,8 @@ async def test_a_busy_fleet_sheds_what_it_cannot_begin_in_time_and_nothing_is_se
     assert isinstance(error, QueueFull)
     assert error.retry_after_s == pytest.approx(45.0, rel=0.1)
     assert decode.all("reserve") == []
+    error = await fleet.call(PROMPT, timeout_s=90.0, priority=8).error()  # would be overtaken
+    assert isinstance(error, QueueFull)
     call = fleet.call(PROMPT, timeout_s=90.0)  # has the time
     await call.done()
     assert call.token_ids == expected_output(PROMPT, 6)

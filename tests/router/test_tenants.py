@@ -9,8 +9,8 @@ import pytest
 import yaml
 from tenants_file import SECRET, digest, write_tenants
 
-from engine.errors import ConfigError, PermissionDenied, Unauthenticated
-from router.tenants import ANYBODY, Tenants, load_tenants, scope_of
+from engine.errors import ConfigError, PermissionDenied, RequestError, Unauthenticated
+from router.tenants import ANYBODY, Tenant, Tenants, load_tenants, scope_of
 
 GOOD = {"name": "acme", "sha256": digest("key")}
 
@@ -33,6 +33,30 @@ def test_a_key_gives_its_tenant_with_limits_and_a_scope_of_its_own(tmp_path: Pat
     assert (acme.scope, other.scope) == (scope_of(SECRET, "acme"), scope_of(SECRET, "other"))
     assert len({acme.scope, other.scope, scope_of("another secret", "acme"), b""}) == 4
     assert acme.qualified("r1") != other.qualified("r1")
+
+
+def test_a_tenants_best_priority_is_its_own_unless_its_entry_says_otherwise(tmp_path: Path) -> None:
+    fields = {"plain": {}, "batch": {"priority": 3}, "both": {"priority": 1, "best_priority": -2}}
+    tenants = load_tenants(write_tenants(tmp_path / "keys.yaml", **fields))
+    found = [tenants.identify(f"Bearer key-of-{name}") for name in fields]
+    assert [(tenant.priority, tenant.best_priority) for tenant in found] == [(0, 0), (3, 3), (1, -2)]
+
+
+@pytest.mark.parametrize(
+    ("priority", "said"),
+    [
+        (-9, r"must be in \[-8, 8\], got -9"),
+        (9, r"must be in \[-8, 8\], got 9"),
+        (-3, "must be at least -2 for tenant 'a'"),
+    ],
+)
+def test_a_priority_that_a_tenant_may_not_have_is_refused_with_the_limit(priority: int, said: str) -> None:
+    tenant = Tenant(name="a", scope=b"a", best_priority=-2)
+    tenant.check_priority(-2)
+    tenant.check_priority(8)
+    with pytest.raises(RequestError, match=said) as caught:
+        tenant.check_priority(priority)
+    assert caught.value.field == "priority"
 
 
 def test_a_tenant_may_have_several_keys_and_keeps_its_scope(tmp_path: Path) -> None:
@@ -76,6 +100,9 @@ def test_a_tenant_that_is_no_admin_may_not_call_the_admin_service(tmp_path: Path
         ({"scope_secret": SECRET, "tenants": [GOOD | {"admin": 1}]}, r"tenants\[0\]\.admin"),
         ({"scope_secret": SECRET, "tenants": [GOOD | {"tokens_per_minute": 0}]}, r"tokens_per_minute must be an int"),
         ({"scope_secret": SECRET, "tenants": [GOOD | {"max_concurrent_requests": True}]}, "max_concurrent_requests"),
+        ({"scope_secret": SECRET, "tenants": [GOOD | {"priority": 9}]}, r"priority must be an integer in \[-8, 8\]"),
+        ({"scope_secret": SECRET, "tenants": [GOOD | {"best_priority": True}]}, "best_priority must be an integer"),
+        ({"scope_secret": SECRET, "tenants": [GOOD | {"best_priority": 1}]}, "priority must be at least best_priority"),
     ],
 )
 def test_a_damaged_file_is_named_with_the_field_and_without_its_values(

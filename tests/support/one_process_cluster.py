@@ -154,11 +154,16 @@ class OneProcessCluster:
         await stopping
 
     def call(
-        self, prompt: Sequence[int], max_tokens: int = 8, timeout_s: float = BOUND_S, **sampling: Any
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        timeout_s: float = BOUND_S,
+        priority: int = 0,
+        **sampling: Any,
     ) -> grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]:
         params = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
         request = router_pb2.GenerateRequest(
-            prompt_token_ids=pack_tokens(prompt), sampling=common_pb2.SamplingParams(**params)
+            prompt_token_ids=pack_tokens(prompt), sampling=common_pb2.SamplingParams(**params), priority=priority
         )
         return router_pb2_grpc.RouterStub(self.channel).Generate(request, timeout=timeout_s)
 
@@ -179,6 +184,7 @@ class OneProcessCluster:
         scheduler = SchedulerConfig(
             max_num_batched_tokens=settings.pop("max_num_batched_tokens", 64),
             max_num_seqs=settings.pop("max_num_seqs", 16),
+            priority_step_s=settings.pop("priority_step_s", 10.0),
         )
         engine = EngineConfig(model_path=str(self._folder), dtype="float32", scheduler=scheduler, **settings)
         name = "prefill" if worker_class is PrefillWorker else "decode"

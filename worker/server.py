@@ -30,6 +30,8 @@ HELLO_TIMEOUT_S = 5.0
 MIN_LOAD_GAP_S = 0.02
 """Load reports that requests cause are merged over this time: a message costs 60 to 75 us whatever it carries."""
 MAX_REQUEST_ID_CHARS = 256
+LAST_WORD_TIMEOUT_S = 5.0
+"""For the ends of all sessions, at a stop."""
 
 _SERVICE = "kvrelay.v1.Worker"
 _Context = grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
@@ -52,6 +54,8 @@ class WorkerServer:
         self._role = role
         self._config = config
         self._sessions: set[Session] = set()
+        self._streams: set[asyncio.Task[None]] = set()
+        """Each serves one session, until its last word is on its way."""
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
 
@@ -79,8 +83,9 @@ class WorkerServer:
         await self._role.drain(grace_s)
         for session in self._sessions:
             session.close(grpc.StatusCode.UNAVAILABLE, f"worker {self._config.worker_id} is stopping")
-        # The sessions' own ends are on their way; the rest (a health watch) has no end of its own.
-        await server.stop(grace=0.5)
+        if self._streams:
+            await asyncio.wait(self._streams, timeout=LAST_WORD_TIMEOUT_S)
+        await server.stop(grace=None)  # the rest (a health watch, a stream without Hello) has no end of its own
 
     async def run_session(self, requests: AsyncIterator[worker_pb2.SessionRequest], context: _Context) -> None:
         """One stream, from Hello to its end."""
@@ -89,8 +94,10 @@ class WorkerServer:
             session = await self._shake_hands(requests, context)
         except SessionOver as refused:
             await context.abort(refused.code, refused.reason)
-        self._sessions.add(session)
+        self._add(session)  # before Welcome: whoever has read it is told of a stop, and its end is heard of
         try:
+            # By itself: a call whose first write was cut off cannot be ended with a status.
+            await context.write(worker_pb2.SessionResponse(welcome=self._role.welcome()))
             if session.wants_blocks:
                 session.tell_blocks(self._role.block_feed)
             async with asyncio.TaskGroup() as tasks:
@@ -110,10 +117,14 @@ class WorkerServer:
         if over is not None and over.code is not grpc.StatusCode.OK:
             await context.abort(over.code, over.reason)
 
+    def _add(self, session: Session) -> None:
+        stream = cast("asyncio.Task[None]", asyncio.current_task())
+        self._sessions.add(session)
+        self._streams.add(stream)
+        stream.add_done_callback(self._streams.discard)
+
     async def _shake_hands(self, requests: AsyncIterator[worker_pb2.SessionRequest], context: _Context) -> Session:
         self._check_token(context)
-        if self._server is None:
-            raise SessionOver(grpc.StatusCode.UNAVAILABLE, f"worker {self._config.worker_id} is stopping")
         if len(self._sessions) >= self._config.max_sessions:
             raise SessionOver(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._config.max_sessions} routers are connected already"
@@ -125,6 +136,8 @@ class WorkerServer:
             raise SessionOver(grpc.StatusCode.DEADLINE_EXCEEDED, f"no Hello within {HELLO_TIMEOUT_S:.0f} s") from None
         if first.WhichOneof("message") != "hello":
             raise SessionOver(grpc.StatusCode.FAILED_PRECONDITION, "the first message must be Hello")
+        if self._server is None:
+            raise SessionOver(grpc.StatusCode.UNAVAILABLE, f"worker {self._config.worker_id} is stopping")
         hello = first.hello
         if not MIN_PROTOCOL_VERSION <= hello.protocol <= PROTOCOL_VERSION + 1:
             raise SessionOver(
@@ -137,10 +150,8 @@ class WorkerServer:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "its routing seed is not that of the first router of this worker: a cluster has one",
             )
-        session = Session(hello.router_id, self._config.max_outbox, wants_blocks=wants_blocks)
-        await context.write(worker_pb2.SessionResponse(welcome=self._role.welcome()))
         logger.info("session with router %s (protocol %d)", hello.router_id, hello.protocol)
-        return session
+        return Session(hello.router_id, self._config.max_outbox, wants_blocks=wants_blocks)
 
     def _check_token(self, context: _Context) -> None:
         """Before anything else, so that a stranger takes no session from a router."""

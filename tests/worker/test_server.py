@@ -38,8 +38,10 @@ class RecordingRole:
         self.lost: WorkerLost | None = None
         self.seeds: list[int] = []
         self.feed = BlockFeed(16, self.seeds.append)
+        self.on_welcome: Callable[[], object] = lambda: None
 
     def welcome(self) -> worker_pb2.Welcome:
+        self.on_welcome()
         return worker_pb2.Welcome(protocol=PROTOCOL_VERSION, worker_id="w0", role="decode")
 
     def pool(self) -> Pool:
@@ -323,6 +325,20 @@ async def test_a_stop_drains_the_role_and_tells_every_router(role: RecordingRole
 
         assert await status_of(call) == (grpc.StatusCode.UNAVAILABLE, "worker w0 is stopping")
     assert role.drained
+    assert await role.ended.get() == "r0"
+
+
+async def test_a_router_that_is_welcomed_while_the_worker_begins_to_stop_is_told(role: RecordingRole) -> None:
+    server = WorkerServer(role, config())
+    address = await server.start()
+    role.on_welcome = lambda: stopping.append(asyncio.create_task(server.stop(0.0)))
+    stopping: list[asyncio.Task[None]] = []
+    async with asyncio.timeout(BOUND_S), grpc.aio.insecure_channel(address) as channel:
+        call: Stream = worker_pb2_grpc.WorkerStub(channel).Session()
+        await call.write(HELLO)
+
+        assert await status_of(call) == (grpc.StatusCode.UNAVAILABLE, "worker w0 is stopping")
+        await stopping[0]
     assert await role.ended.get() == "r0"
 
 

@@ -110,9 +110,10 @@ def log_to_stderr(worker_id: str) -> None:
 async def _serve_until_signal(worker: RunningWorker, stop_limit_s: float) -> None:
     loop = asyncio.get_running_loop()
     asked_to_stop = asyncio.Event()
-    print(json.dumps(await worker.start()), flush=True)
+    ready = await worker.start()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, asked_to_stop.set)
+    print(json.dumps(ready), flush=True)  # who reads it may ask to stop at once
     await asked_to_stop.wait()
     for number in _STOP_SIGNALS:
         loop.remove_signal_handler(number)

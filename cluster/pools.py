@@ -20,9 +20,10 @@ def check_pools(spec: ClusterSpec, model: ModelConfig, machine_bytes: int) -> No
     if total <= machine_bytes:
         return
     workers = sum(counts.values())
+    held = "KV pools, with swap_space," if any(spec.pool(role).swap_space for role in ROLES) else "KV pools"
     where = " and ".join(f"pools.{role}" for role in ROLES if counts[role])
     raise ConfigError(
-        f"{where}: the KV pools of {workers} workers take {format_binary_size(total)}, this machine has "
+        f"{where}: the {held} of {workers} workers take {format_binary_size(total)}, this machine has "
         f"{format_binary_size(machine_bytes)}; set kv_memory_bytes (or num_blocks_override) so that a worker takes "
         f"less than {format_binary_size(machine_bytes // workers)}, or have fewer workers"
     )
@@ -37,4 +38,5 @@ def _pool_bytes(spec: ClusterSpec, role: str, model: ModelConfig) -> int:
         block_size=pool.block_size,
         dtype=pool.kv_dtype(spec.dtype),
     )
-    return pool_of(layout, pool.kv_memory_bytes, pool.num_blocks_override).num_bytes
+    held = pool_of(layout, pool.kv_memory_bytes, pool.num_blocks_override).num_bytes
+    return held + pool.swap_space // layout.block_bytes * layout.block_bytes

@@ -15,7 +15,7 @@ import yaml
 from cluster.quoting import quoted, shortened
 from cluster.spec import ClusterSpec
 from engine.errors import ConfigError
-from engine.knobs import KNOBS
+from engine.knobs import KNOBS, LARGEST
 from engine.sizes import parse_size
 
 MAX_FILE_BYTES = 1024 * 1024
@@ -99,6 +99,8 @@ class _Reader:
                 return parse_size(value)
             except ConfigError as error:
                 raise self._error(node, path, str(error)) from error
+        if type(value) is int and abs(value) > LARGEST:
+            raise self._error(node, path, "a number must be at most 2^53 in size")
         if kind is float and type(value) is int:
             return float(value)
         if type(value) is not kind:  # `is`: YAML's true must not pass for 1

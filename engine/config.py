@@ -105,8 +105,8 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.preemption not in PREEMPTIONS:
             raise ConfigError(f"preemption must be one of {', '.join(PREEMPTIONS)}, got {self.preemption!r}")
-        if not self.priority_step_s > 0.0:
-            raise ConfigError(f"priority_step_s must be positive, got {self.priority_step_s}")
+        if not 1e-3 <= self.priority_step_s <= 1e9:
+            raise ConfigError(f"priority_step_s must be in [0.001, 1e9] seconds, got {self.priority_step_s}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} cannot give each of "

@@ -16,6 +16,8 @@ from typing import Any
 from engine.errors import ConfigError
 
 _MIB = 1024 * 1024
+LARGEST = 2**53
+"""Of any number here: beyond it the arithmetic of sizes and shares is not exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,8 @@ class Knob:
         if value is None and self.default is None:
             return
         kinds = (int, float) if self.kind is float else (self.kind,)
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ConfigError(f"{self.name} must be {self.range}, and at most 2^53 in size")
         if type(value) not in kinds or not self._in_range(value):
             raise ConfigError(f"{self.name} must be {self.range}, got {value!r}")
 

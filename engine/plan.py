@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.knobs import Knobs
+from engine.knobs import LARGEST, Knobs
 from engine.kv_layout import KV_DTYPE_BYTES, QUANTIZED_KV_DTYPES, KvLayout
 from engine.model_shapes import ModelShape
 from engine.sizes import format_binary_size
@@ -86,6 +86,9 @@ class Question:
 
     def __post_init__(self) -> None:
         limit, trained = self.max_model_len, self.shape.max_model_len
+        for name in ("context_len", "shared_prefix_len", "weights_bytes"):
+            if getattr(self, name) > LARGEST:
+                raise ConfigError(f"{name.rpartition('_')[0]} must be at most 2^53")
         if trained is not None and (limit or 0) > trained:
             raise ConfigError(f"max_model_len {limit} is more than the {trained} of {self.shape.name}")
         if self.context_len < 1 or (limit is not None and self.context_len > limit):

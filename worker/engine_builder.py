@@ -114,6 +114,11 @@ def assemble_engine(
     pool = pool_of(layout, config.kv_memory_bytes, config.num_blocks_override)
     check_pool(pool, config, memory_bytes())
     num_host_blocks = config.swap_space // layout.block_bytes
+    if config.scheduler.preemption == "swap" and not num_host_blocks:
+        raise ConfigError(
+            f"preemption swap needs host memory: swap_space {config.swap_space} holds no block of "
+            f"{layout.block_bytes} bytes"
+        )
     if pool.num_bytes + num_host_blocks * layout.block_bytes > memory_bytes():
         raise ConfigError(
             f"swap_space {config.swap_space} beside {pool} is more than this machine's {memory_bytes()} bytes"
@@ -121,7 +126,11 @@ def assemble_engine(
     cache_config = CacheConfig(
         num_blocks=pool.num_blocks, block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching
     )
-    identity = BlockIdentity(model_fingerprint=fingerprint, kv_dtype=layout.dtype, block_size=config.block_size)
+    identity = BlockIdentity(
+        model_fingerprint=fingerprint,
+        kv_dtype=_identity_dtype(layout.dtype, config.dtype),
+        block_size=config.block_size,
+    )
     kv = KvCache(layout, pool.num_blocks, num_host_blocks)
     try:
         engine = Engine(model, kv, cache_config, config.scheduler, identity, max_model_len)
@@ -139,6 +148,11 @@ def assemble_engine(
         kernels="reference",
         timings={**(timings or {}), "kv_and_engine_s": time.monotonic() - started},
     )
+
+
+def _identity_dtype(kv_dtype: str, dtype: str) -> str:
+    """The type of the KV, and that of the activations it comes from where it is another: both decide its bytes."""
+    return kv_dtype if kv_dtype == dtype else f"{kv_dtype} of {dtype}"
 
 
 def _load_decoder(config: EngineConfig) -> tuple[NativeDecoder | None, str]:

@@ -127,3 +127,11 @@ def test_a_plan_needs_neither_torch_nor_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[1:] == [""], done.stderr
+
+
+@pytest.mark.parametrize("option", ["--num-blocks-override", "--context", "--shared-prefix"])
+def test_a_number_beyond_all_arithmetic_is_refused(option: str) -> None:
+    result = kvrelay_plan("--layers", "2", "--kv-heads", "2", "--head-dim", "64", option, "9" * 400)
+
+    assert result.exit_code in (1, 2)
+    assert "at most 2^53" in result.stderr

@@ -54,3 +54,10 @@ def test_blocks_that_were_asked_for_count_with_their_bytes() -> None:
     check_pools(pools, MODEL, 100 * BLOCK_BYTES)
     with pytest.raises(ConfigError, match=r"^pools\.decode: the KV pools of 1 workers"):
         check_pools(pools, MODEL, 100 * BLOCK_BYTES - 1)
+
+
+def test_host_memory_counts_too() -> None:
+    pools = spec(PoolSpec(kv_memory_bytes=GIB, swap_space=GIB), PoolSpec(kv_memory_bytes=GIB))
+    check_pools(pools, MODEL, 3 * GIB)
+    with pytest.raises(ConfigError, match="swap_space"):
+        check_pools(pools, MODEL, 3 * GIB - 1)

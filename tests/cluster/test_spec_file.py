@@ -155,3 +155,12 @@ def test_a_file_that_is_no_spec_is_not_told_whole(text: str) -> None:
 def test_the_sample_spec_is_valid() -> None:
     sample = Path(__file__).parents[2] / "deploy" / "cluster.yaml"
     assert load_spec(sample).name == "default"
+
+
+@pytest.mark.parametrize("field", ["gpu_memory_utilization", "priority_step_s", "kv_memory_bytes", "replicas"])
+def test_a_number_beyond_all_arithmetic_is_refused_with_its_field(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(f"pools:\n  decode:\n    {field}: {'9' * 400}\n")
+
+    with pytest.raises(ConfigError, match=rf"spec.yaml:3: pools.decode.{field}: a number must be at most 2\^53"):
+        load_spec(path)

@@ -56,7 +56,8 @@ def test_the_type_of_kv_is_that_of_the_pool_and_of_what_its_blocks_are_called(
 ) -> None:
     parts = assemble_engine(FakeModel(), FINGERPRINT, config(kv_cache_dtype=kv_cache_dtype, num_blocks_override=4))
 
-    assert (parts.kv.layout.dtype, parts.pool.dtype, parts.identity.kv_dtype) == (kv_dtype, kv_dtype, kv_dtype)
+    assert (parts.kv.layout.dtype, parts.pool.dtype) == (kv_dtype, kv_dtype)
+    assert parts.identity.kv_dtype == (kv_dtype if kv_dtype == "float32" else f"{kv_dtype} of float32")
     assert parts.pool.num_bytes == parts.kv.nbytes == 4 * parts.kv.layout.block_bytes
 
 
@@ -178,3 +179,24 @@ def test_native_kernels_that_are_demanded_and_impossible_are_a_config_error(tmp_
 
     with pytest.raises(ConfigError, match="kernels: native is not possible: no native_cache is set"):
         build_engine(EngineConfig(model_path=str(tmp_path / "model"), kv_memory_bytes=1 << 20, kernels="native"))
+
+
+def test_swap_space_that_holds_no_block_is_refused_where_preemption_needs_it() -> None:
+    with pytest.raises(ConfigError, match=r"preemption swap needs host memory: swap_space 1 holds no block"):
+        assemble_engine(
+            FakeModel(),
+            FINGERPRINT,
+            config(kv_memory_bytes=1 << 20, swap_space=1, scheduler=SchedulerConfig(preemption="swap")),
+        )
+
+
+def test_equal_kv_types_of_other_activations_are_other_blocks() -> None:
+    roots = set()
+    for dtype in ("float32", "bfloat16"):
+        parts = assemble_engine(
+            FakeModel(), FINGERPRINT, config(dtype=dtype, kv_cache_dtype="float16", kv_memory_bytes=1 << 20)
+        )
+        parts.kv.close()
+        roots.add(parts.identity.root(b""))
+
+    assert len(roots) == 2

@@ -126,8 +126,8 @@ def test_swap_space_becomes_whole_blocks_of_host_memory(pools: list[KvCache]) ->
 
 
 def test_swap_space_that_the_machine_does_not_have_is_refused(pools: list[KvCache]) -> None:
-    with pytest.raises(ConfigError, match=r"swap_space 1152921504606846976 beside .* is more than this machine's"):
-        assemble_engine(FakeModel(), FINGERPRINT, config(num_blocks_override=4, swap_space=1 << 60))
+    with pytest.raises(ConfigError, match=r"swap_space 1125899906842624 beside .* is more than this machine's"):
+        assemble_engine(FakeModel(), FINGERPRINT, config(num_blocks_override=4, swap_space=1 << 50))
     assert pools == []
 
 

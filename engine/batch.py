@@ -41,6 +41,12 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in self.sequences)
 
+    @property
+    def draws(self) -> list[tuple[int, Request]]:
+        """For each token to be drawn the row of the logits and whose it is."""
+        sampling = [sequence.request for sequence in self.sequences if sequence.samples]
+        return [(row, drawing) for row, request in enumerate(sampling) for drawing in (request, *request.drawing_along)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:

@@ -125,14 +125,15 @@ class Engine:
     def step(self) -> StepOutput:
         """Schedule, compute, draw, apply. Does nothing if no request can get ahead (see `has_work`).
 
-        A fault of model or sampler fails the requests of this batch, and no others.
+        A fault of model or sampler fails the requests of this batch, and no others; logits that no token can be drawn
+        from fail the one request that they are for.
         """
         began = self._clock()
         batch = self._scheduler.schedule(began, self._rates.tokens_per_step)
         self._announce(batch.granted)
         if not batch.sequences:
             return StepOutput()
-        draws = _draws(batch)
+        draws = batch.draws
         try:
             logits = self._runner.forward(batch)  # [sequences that sample, vocab] float32
             if len(draws) > len(logits):
@@ -321,10 +322,13 @@ class Engine:
         return SampleRow(request.params, len(request.token_ids), banned)
 
     def _apply(
-        self, batch: ScheduledBatch, drawn: Mapping[str, SampledToken], began: float
+        self, batch: ScheduledBatch, drawn: Mapping[str, SampledToken | InternalError], began: float
     ) -> tuple[RequestUpdate, ...]:
         updates: list[RequestUpdate] = []
         for sequence in batch.sequences:
+            if isinstance(error := drawn.get(sequence.request.request_id), InternalError):
+                updates.append(self._failed(sequence.request, error))  # and KV that may be as bad is never published
+                continue
             self._scheduler.computed(sequence)
             drawing = [sequence.request, *self._part(sequence.request)] if sequence.samples else [sequence.request]
             for request in drawing:
@@ -350,7 +354,9 @@ class Engine:
         limit = min(parent.num_computed_tokens, len(child.token_ids) - 1)
         self._scheduler.fork(parent, child, common_prefix(parent.token_ids, child.token_ids, limit))
 
-    def _advance(self, request: Request, token: SampledToken | None) -> RequestUpdate:
+    def _advance(self, request: Request, token: SampledToken | InternalError | None) -> RequestUpdate:
+        if isinstance(token, InternalError):
+            return self._failed(request, token)
         index, num_computed = request.num_output_tokens, request.num_computed_tokens
         if token is None:
             return RequestUpdate(request.request_id, num_computed, None, index)
@@ -363,15 +369,15 @@ class Engine:
         return RequestUpdate(request.request_id, num_computed, token, index, reason)
 
     def _fail(self, requests: Iterable[Request], cause: Exception) -> StepOutput:
-        updates: list[RequestUpdate] = []
-        for request in requests:
-            error = InternalError(f"request {request.request_id}: {type(cause).__name__}: {cause}")
-            error.__cause__ = cause
-            index, num_computed = request.num_output_tokens, request.num_computed_tokens
-            updates.append(RequestUpdate(request.request_id, num_computed, None, index, error=error))
-            self._reserving.pop(request.request_id, None)
-            self._scheduler.fail(request)
-        return StepOutput(tuple(updates))
+        return StepOutput(tuple(self._failed(request, cause) for request in requests))
+
+    def _failed(self, request: Request, cause: Exception) -> RequestUpdate:
+        error = InternalError(f"request {request.request_id}: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        index, num_computed = request.num_output_tokens, request.num_computed_tokens
+        self._reserving.pop(request.request_id, None)
+        self._scheduler.fail(request)
+        return RequestUpdate(request.request_id, num_computed, None, index, error=error)
 
     def _check_tokens(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
@@ -385,12 +391,6 @@ class Engine:
         if request is None:
             self._num_unknown_ids += 1
         return request
-
-
-def _draws(batch: ScheduledBatch) -> list[tuple[int, Request]]:
-    """For each token to be drawn the row of the logits and whose it is."""
-    sampling = [sequence.request for sequence in batch.sequences if sequence.samples]
-    return [(row, drawing) for row, request in enumerate(sampling) for drawing in (request, *request.drawing_along)]
 
 
 def _host_tier(kv: KvCache) -> HostTier | None:

@@ -47,11 +47,12 @@ class SampledToken:
 def sample(
     logits: torch.Tensor,  # [n, vocab] float32, left unchanged
     rows: Sequence[SampleRow],  # n
-) -> list[SampledToken]:
+) -> list[SampledToken | InternalError]:
     """Draw one token for each row.
 
-    Raises `InternalError` naming the row if its logits hold NaN or +inf, if all its tokens are banned, or if it is to
-    be drawn at random without a seed: never a token that the model did not mean.
+    In place of a token there is the reason why there is none: the row's logits hold NaN or +inf, all its tokens are
+    banned, or it is to be drawn at random without a seed. Never a token that the model did not mean, and never an
+    end of the other rows. Raises `InternalError` if there are not as many rows as logits.
     """
     if logits.shape[0] != len(rows):
         raise InternalError(f"{logits.shape[0]} rows of logits for {len(rows)} rows to sample")
@@ -59,7 +60,7 @@ def sample(
         return []
     values = logits.numpy()  # numpy's argmax takes a tenth of torch's time, and promises the first of equals
     best_ids = values.argmax(axis=-1).tolist()
-    return [_sample_row(values[i], row, i, best_ids[i]) for i, row in enumerate(rows)]
+    return [_sample_row(values[i], row, best_ids[i]) for i, row in enumerate(rows)]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -69,29 +70,32 @@ def uniform(seed: int, position: int) -> float:
     return ((high << 32 | low) >> 11) * 2.0**-53
 
 
-def _sample_row(logits: npt.NDArray[np.float32], row: SampleRow, index: int, best_id: int) -> SampledToken:
+def _sample_row(logits: npt.NDArray[np.float32], row: SampleRow, best_id: int) -> SampledToken | InternalError:
     if not np.isfinite(logits[best_id]):  # a NaN anywhere is the row's argmax
-        raise InternalError(f"row {index} (position {row.position}): the largest logit is {logits[best_id]}")
+        return InternalError(f"position {row.position}: the largest logit is {logits[best_id]}")
     token_id = best_id
     if not row.params.greedy or best_id in row.banned_token_ids:
-        token_id = _draw(logits, row, index)
+        drawn = _draw(logits, row)
+        if isinstance(drawn, InternalError):
+            return drawn
+        token_id = drawn
     if row.params.logprobs is None:
         return SampledToken(token_id)
     return SampledToken(token_id, _logprobs(logits, token_id, row.params.logprobs))
 
 
-def _draw(logits: npt.NDArray[np.float32], row: SampleRow, index: int) -> int:
+def _draw(logits: npt.NDArray[np.float32], row: SampleRow) -> int | InternalError:
     banned = [token_id for token_id in row.banned_token_ids if 0 <= token_id < len(logits)]
     if banned:
         logits = logits.copy()
         logits[banned] = -np.inf
     best = int(logits.argmax())
     if logits[best] == -np.inf:
-        raise InternalError(f"row {index} (position {row.position}): every token is banned or impossible")
+        return InternalError(f"position {row.position}: every token is banned or impossible")
     if row.params.greedy:
         return best
     if row.params.seed is None:
-        raise InternalError(f"row {index} (position {row.position}): a random draw without a seed")
+        return InternalError(f"position {row.position}: a random draw without a seed")
     ids, weights = _candidates(logits, row.params)
     cumulative = np.cumsum(weights)
     # uniform() < 1 and float64 rounding keep the product below the total, so there is always a token above it.

@@ -1,14 +1,31 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from factories import HarnessFactory, make_request
 from fakes import FakeModel, expected_output
 
+from engine.batch import ForwardBatch
 from engine.errors import InternalError, QueueFull, RequestError
+from engine.kv_cache import KvCache
 from engine.request import FinishReason, RequestKind, RequestStatus
 from engine.sampling_params import SamplingParams
 
 PROMPT = list(range(30, 40))  # 2 full blocks and a half
+
+
+class SickModel(FakeModel):
+    """Gives NaN for a sequence that begins with `sick`, if all of it is computed at once."""
+
+    sick = 7
+
+    def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
+        logits = super().forward(batch, kv)
+        for row, token in enumerate(batch.sample_rows):
+            start = max(start for start in batch.query_starts if start <= token)
+            if batch.token_ids[start] == self.sick:
+                logits[row] = torch.nan
+        return logits
 
 
 def test_a_request_ends_with_the_models_tokens(make_engine: HarnessFactory) -> None:
@@ -203,6 +220,26 @@ def test_a_fault_of_the_model_fails_its_batch_and_no_other_request(make_engine: 
     assert harness.engine.stats().blocks.owned == 0
     harness.run()
     assert harness.outputs[waiting.request_id] == expected_output(PROMPT, 8)
+
+
+def test_logits_without_a_token_fail_their_own_request_and_no_other(make_engine: HarnessFactory) -> None:
+    harness = make_engine(model=SickModel(), max_num_batched_tokens=64)
+    before, sick, behind = (harness.submit(make_request([first, *PROMPT])) for first in (1, SickModel.sick, 2))
+    harness.run()
+    error = harness.ends[sick.request_id].error
+    assert isinstance(error, InternalError)
+    assert str(error) == f"request {sick.request_id}: InternalError: position 11: the largest logit is nan"
+    assert harness.outputs[sick.request_id] == []
+    assert harness.outputs[before.request_id] == expected_output([1, *PROMPT], 8)
+    assert harness.outputs[behind.request_id] == expected_output([2, *PROMPT], 8)
+
+
+def test_kv_of_logits_without_a_token_is_never_found_in_the_cache(make_engine: HarnessFactory) -> None:
+    harness = make_engine(model=SickModel(), max_num_batched_tokens=64)
+    harness.submit(make_request([SickModel.sick, *PROMPT]))
+    harness.run()
+    stats = harness.engine.stats().blocks
+    assert (stats.free, stats.cached) == (stats.total, 0)
 
 
 def test_garbage_of_a_faulty_step_is_never_found_in_the_cache(make_engine: HarnessFactory) -> None:

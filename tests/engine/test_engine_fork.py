@@ -166,6 +166,19 @@ def test_samples_survive_a_fault_in_the_step_of_their_parent(make_engine: Harnes
     assert harness.outputs[samples[1].request_id] == expected_output(prompt_of(10), 8)
 
 
+def test_a_sample_that_cannot_draw_fails_alone(make_engine: HarnessFactory) -> None:
+    harness = make_engine()
+    parent, child = (
+        make_request(prompt_of(10)),
+        make_request(prompt_of(10), params=SamplingParams(temperature=1.0, max_tokens=8)),
+    )
+    harness.submit(parent)
+    harness.fork(parent, [child])  # has no seed
+    harness.run()
+    assert "without a seed" in str(harness.ends[child.request_id].error)
+    assert harness.outputs[parent.request_id] == expected_output(prompt_of(10), 8)
+
+
 def test_a_cancelled_sample_draws_nothing(make_engine: HarnessFactory) -> None:
     harness = make_engine()
     samples = submit_samples(harness, make_request(prompt_of(10)), 2)

@@ -21,9 +21,10 @@ from engine.batch import GrantedBlocks, ScheduledBatch
 from engine.block_copy import HostCopies, copy_block
 from engine.block_events import EventBatch, Snapshot
 from engine.block_hash import BlockIdentity
-from engine.block_manager import BlockManager, BlockStats
+from engine.block_manager import BlockManager
 from engine.block_names import BlockNames
 from engine.config import CacheConfig, SchedulerConfig
+from engine.engine_stats import EngineStats
 from engine.errors import EngineError, InternalError, RequestError
 from engine.host_tier import HostStats, HostTier
 from engine.kv_cache import KvCache
@@ -59,28 +60,6 @@ class RequestUpdate:
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     updates: tuple[RequestUpdate, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    blocks: BlockStats
-    running: int
-    waiting: int
-    waiting_tokens: int
-    """Still to be computed here before all running and waiting requests can decode."""
-    prefill_tokens_per_s: float
-    """Measured; 0 while unknown."""
-    decode_step_ms: float
-    """Measured; 0 while unknown."""
-    awaiting_kv: int
-    held: int
-    preemptions: int
-    """Since the start."""
-    swaps: int
-    """Preemptions that kept the KV in host memory, since the start."""
-    host: HostStats
-    unknown_ids: int
-    """Calls that named a request that is not live, since the start. Late messages do; many mean a fault."""
 
 
 class Engine:
@@ -165,14 +144,17 @@ class Engine:
         samples of a prompt (`parallel_sampling.further_samples`) cost one prefill. A child with other tokens shares
         at once what the parent has computed of those that both begin with. They share blocks, the last, partial one
         too, until one of them is to write into it. A child whose parent is gone, or comes to an end without a draw,
-        computes its tokens itself. Raises as `submit` does; then none was accepted.
+        computes its tokens itself. Raises as `submit` does, and `InternalError` if a child is of another scope than
+        its parent; then none was accepted.
         """
+        parent = self._find(parent_id)
         for child in children:
             self._check_tokens(child.token_ids)
             if child.kind is RequestKind.DECODE:
                 raise InternalError(f"request {child.request_id} needs a reservation: call reserve")
+            if parent is not None and child.scope != parent.scope:
+                raise InternalError(f"scope of request {child.request_id} is not that of {parent_id}: no KV is shared")
         self._scheduler.add_all(children)
-        parent = self._find(parent_id)
         if parent is None:
             return
         for child in children:

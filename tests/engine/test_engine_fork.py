@@ -253,6 +253,18 @@ def test_all_children_are_accepted_or_none(make_engine: HarnessFactory) -> None:
     assert list(harness.ends) == [parent.request_id]
 
 
+@pytest.mark.parametrize("tail", [[], [1]])
+def test_no_kv_is_shared_with_another_scope(make_engine: HarnessFactory, tail: list[int]) -> None:
+    harness = make_engine()
+    parent = harness.submit(make_request(prompt_of(5)))
+    harness.step()
+    own, foreign = make_request(prompt_of(5)), make_request([*prompt_of(5), *tail], scope=b"another tenant")
+    with pytest.raises(InternalError, match=f"scope of request {foreign.request_id}"):
+        harness.engine.fork(parent.request_id, [own, foreign])
+    harness.run()
+    assert list(harness.ends) == [parent.request_id]
+
+
 def test_a_prefill_request_draws_the_first_token_of_each_sample(make_engine: HarnessFactory) -> None:
     harness = make_engine(model=UndecidedModel())
     parent = make_request(prompt_of(9), params=RANDOM, kind=RequestKind.PREFILL)

@@ -86,5 +86,10 @@ class Admission:
         request.abort(RequestCancelled(f"{request_id} was cancelled"))
         return True
 
+    def end_all(self, error: EngineError) -> None:
+        """End every live request with `error`."""
+        for request in self._live.values():
+            request.abort(error)
+
     def check_idle(self) -> None:
         assert not self._live, f"live requests were left: {sorted(self._live)}"

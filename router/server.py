@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, Draining
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -26,6 +26,8 @@ from router.service import AdminService, RouterService
 from router.tenants import load_tenants
 from router.tls import load_server_tls
 
+LAST_WORD_S = 1.0
+"""For a client to take in that its request was ended by a stop."""
 SERVICES = tuple(router_pb2.DESCRIPTOR.services_by_name[name] for name in ("Router", "Admin"))
 ROUTER_SERVICE, ADMIN_SERVICE = (service.full_name for service in SERVICES)
 
@@ -106,7 +108,9 @@ class RouterServer:
         self.registry.set_workers(addresses)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new calls, let the live ones finish within `grace_s`, cancel the rest, let go of the workers.
+        """Take no new calls, let the live ones finish within `grace_s`, end the rest, let go of the workers.
+
+        What is ended is told so (`Draining`); a client that does not take that in `LAST_WORD_S` is cut off.
 
         Idempotent. Afterwards no task and no connection is left.
         """
@@ -119,7 +123,11 @@ class RouterServer:
             task.cancel()
             await asyncio.wait({task})
         assert self._http is not None, "both fronts are started together"
-        await asyncio.gather(server.stop(grace_s), self._http.stop(grace_s))
+        end_s = grace_s + LAST_WORD_S
+        error = Draining("the router is stopping")
+        timer = asyncio.get_running_loop().call_later(grace_s, self.dispatcher.admission.end_all, error)
+        await asyncio.gather(server.stop(end_s), self._http.stop(end_s))
+        timer.cancel()
         self.dispatcher.close()
         await self.registry.close()
 

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from router_fleet import CONFIG
 
 from engine.block_hash import pack_tokens, unpack_tokens
-from engine.errors import ConfigError, EngineError, QueueFull, RequestCancelled, RequestError
+from engine.errors import ConfigError, Draining, EngineError, QueueFull, RequestCancelled, RequestError
 from kvrelay._status import from_rpc_error, retry_after
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.served_model import ServedModel
@@ -247,14 +247,15 @@ async def test_a_stop_says_not_serving_and_lets_live_requests_finish(front: Fron
     await stopping
 
 
-async def test_a_stop_cancels_what_outlasts_the_grace(front: Front) -> None:
+async def test_a_stop_tells_what_outlasts_the_grace_that_it_is_stopping(front: Front) -> None:
     await front.start()
     front.decode.hold("handed_over")
     call = front.generate()
     await front.decode.reached("handed_over")
     await front.server.stop(grace_s=0.05)
-    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
         [_ async for _ in call]
+    assert isinstance(from_rpc_error(raised.value), Draining)
     await front.idle()
     front.server.dispatcher.admission.check_idle()
 

@@ -208,12 +208,24 @@ async def test_a_stop_lets_live_requests_finish(front: HttpFront) -> None:
     await stopping
 
 
-async def test_a_stop_ends_what_outlasts_the_grace(front: HttpFront) -> None:
+async def test_a_stop_tells_what_outlasts_the_grace_that_it_is_stopping(front: HttpFront) -> None:
     await front.start()
     front.prefill.hold("prefill")
     waiting = asyncio.create_task(front.post(CHAT, messages=MESSAGES))
     await front.prefill.reached("prefill")
     await front.server.stop(grace_s=0.05)
-    results = await asyncio.gather(waiting, return_exceptions=True)
-    assert isinstance(results[0], Exception)
+    status, answer = await waiting
+    assert (status, answer["error"]["message"]) == (503, "the router is stopping")
     await front.idle()
+
+
+async def test_a_stream_that_a_stop_ends_says_so(front: HttpFront) -> None:
+    await front.start()
+    front.decode.hold("handed_over")
+    async with front.open_stream(CHAT, messages=MESSAGES, max_tokens=4) as response:
+        await front.decode.reached("handed_over")
+        stopping = asyncio.create_task(front.server.stop(grace_s=0.05))
+        events = read_events(await response.text())
+    assert [error["message"] for error in events.errors] == ["the router is stopping"]
+    assert not events.done
+    await stopping

@@ -103,7 +103,7 @@ def run_worker(build: Callable[[WorkerConfig], Role], config: WorkerConfig) -> N
 def log_to_stderr(worker_id: str) -> None:
     """Standard output is for the ready line alone."""
     logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {worker_id} %(levelname)s %(message)s"
+        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {worker_id} %(levelname)s %(name)s: %(message)s"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from worker.session import Session
 
 PRIORITIES = (3, 0, -1, 3)
 BEST_FIRST, OLDEST_FIRST = [2, 1, 0, 3], [0, 1, 2, 3]
-AGES_AT_ONCE = 1e-7
-"""As `priority_step_s`: whoever waits has waited for all steps that there are."""
+STEP_S = 10.0  # SchedulerConfig.priority_step_s
+FOUR_STEPS_S = 4 * STEP_S
+"""From the worst of `PRIORITIES` to the best."""
 
 
 def prompt_of(number: int) -> list[int]:
@@ -53,12 +55,12 @@ def note_turns(worker: ClusterWorker, monkeypatch: pytest.MonkeyPatch) -> list[i
     return turns
 
 
-@pytest.mark.parametrize(("step_s", "expected"), [(10.0, BEST_FIRST), (AGES_AT_ONCE, OLDEST_FIRST)])
+@pytest.mark.parametrize(("waited_s", "expected"), [(0.0, BEST_FIRST), (FOUR_STEPS_S, OLDEST_FIRST)])
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_the_best_priority_overtakes_until_the_others_have_waited_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_prefill: int, step_s: float, expected: list[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_prefill: int, waited_s: float, expected: list[int]
 ) -> None:
-    busy: dict[str, Any] = {"max_num_seqs": 1, "priority_step_s": step_s}
+    busy: dict[str, Any] = {"max_num_seqs": 1}
     settings = {"prefill": busy} if num_prefill else {"decode": busy}
     async with OneProcessCluster(tmp_path, num_prefill=num_prefill, **settings) as cluster:  # type: ignore[arg-type]
         worker = cluster.workers[0]
@@ -72,8 +74,12 @@ async def test_the_best_priority_overtakes_until_the_others_have_waited_for_long
             for number, priority in enumerate(PRIORITIES):
                 calls.append(asyncio.create_task(cluster.generate(prompt_of(number), 1, priority=priority)))
                 await arrived.get()
+            for owner, name in ((worker.parts.engine, "_clock"), (worker.role._core, "now")):
+                monkeypatch.setattr(owner, name, lambda: time.monotonic() + waited_s)
             worker.model.go_on()
             await first
             answers = [await call for call in calls]
     assert turns == [50, *expected]
+    assert [bool(answer.route.prefill_worker) for answer in answers] == [num_prefill == 1] * 4
+    assert cluster.errors == {}
     assert [answer.token_ids for answer in answers] == [expected_output(prompt_of(i), 1) for i in range(4)]

@@ -184,7 +184,6 @@ class OneProcessCluster:
         scheduler = SchedulerConfig(
             max_num_batched_tokens=settings.pop("max_num_batched_tokens", 64),
             max_num_seqs=settings.pop("max_num_seqs", 16),
-            priority_step_s=settings.pop("priority_step_s", 10.0),
         )
         engine = EngineConfig(model_path=str(self._folder), dtype="float32", scheduler=scheduler, **settings)
         name = "prefill" if worker_class is PrefillWorker else "decode"

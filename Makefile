@@ -69,6 +69,7 @@ bench: venv
 	$(PY) -m bench.gateway
 	$(PY) -m bench.transfer
 	$(PY) -m bench.link_faults --faults 10000
+	$(PY) -m bench.cancel
 
 # Several gigabytes, in .venv-peers: only for comparing with other systems.
 bench-peers: venv

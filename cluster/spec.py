@@ -117,6 +117,8 @@ class RouterSpec:
     """Deadline of a call that brings none."""
     api_keys: str = ""
     """File of tenants and digests of their keys. Default: nobody needs a key."""
+    public_prefixes: str = ""
+    """File of prompts' beginnings whose KV all tenants share. Default: none."""
     tls_cert: str = ""
     """Certificate chain, PEM file; with it, gRPC and HTTP are served over TLS only."""
     tls_key: str = ""
@@ -138,6 +140,7 @@ class RouterSpec:
             max_live_requests=self.max_live_requests,
             default_timeout_s=self.default_timeout_s,
             api_keys=_absolute(self.api_keys),
+            public_prefixes=_absolute(self.public_prefixes),
             tls_cert=_absolute(self.tls_cert),
             tls_key=_absolute(self.tls_key),
             tls_client_ca=_absolute(self.tls_client_ca),

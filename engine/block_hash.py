@@ -14,6 +14,13 @@ The rule, complete enough to write a second implementation from (`tests/data/blo
     block i = SHA-256(block i-1, or the root || count (u32 LE) || count token ids (u32 LE each))
 
 Every hash is 32 bytes. `count` tells a partial block from a full one that begins alike.
+
+A sequence may begin with tokens that are public: whoever sends them, full blocks of nothing else are the same blocks.
+They follow root("public"), and the first block behind them, if there are any, has for parent not the last of them but
+
+    entry   = SHA-256(text("kvrelay.entry.v1") || blob(hash of the last public block) || blob(scope))
+
+So from there on every scope has its own blocks again, and without a public block nothing changes.
 """
 
 from __future__ import annotations
@@ -28,7 +35,8 @@ from engine.errors import RequestError
 
 HASH_BYTES = 32
 TOKEN_BYTES = 4
-_LABEL = "kvrelay.block.v1"
+PUBLIC_SCOPE = b"public"
+_LABEL, _ENTRY_LABEL = "kvrelay.block.v1", "kvrelay.entry.v1"
 _U32 = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
 _SWAPPED = sys.byteorder == "big"
 
@@ -81,6 +89,25 @@ class BlockIdentity:
             _field(b"b", scope),
         )
         return sha256(b"".join(fields)).digest()
+
+    def parent(self, scope: bytes, chain: Sequence[bytes], num_public_tokens: int = 0) -> bytes:
+        """What the block behind `chain`, all blocks before it, follows in a sequence with so many public tokens."""
+        num_public = num_public_tokens // self.block_size
+        if not chain:
+            return self.root(PUBLIC_SCOPE if num_public else scope)
+        if len(chain) != num_public:
+            return chain[-1]
+        fields = (_field(b"s", _ENTRY_LABEL.encode()), _field(b"b", chain[-1]), _field(b"b", scope))
+        return sha256(b"".join(fields)).digest()
+
+    def chain(self, scope: bytes, token_ids: bytes, num_public_tokens: int = 0) -> list[bytes]:
+        """Hashes of all blocks of a sequence, in order. The last one may be of a partial block; none for no tokens."""
+        chain: list[bytes] = []
+        step = self.block_size * TOKEN_BYTES
+        for start in range(0, len(token_ids), step):
+            parent = self.parent(scope, chain, num_public_tokens)
+            chain.append(extend_chain(parent, token_ids[start : start + step]))
+        return chain
 
 
 def extend_chain(parent: bytes, token_ids: bytes) -> bytes:

@@ -24,7 +24,7 @@ class BlockNames:
             names += [b""] * (num_full - len(names))
             return names
         if request.routing_key is None:
-            request.routing_key = RunningRoutingKey(self._seed, request.scope)
+            request.routing_key = RunningRoutingKey(self._seed, request.scope, request.num_public_tokens)
         for i in range(len(names), num_full):
             tokens = pack_tokens(request.token_ids[i * block_size : (i + 1) * block_size])
             names.append(request.routing_key.extend_short(tokens).to_bytes(SHORT_BYTES, "little"))

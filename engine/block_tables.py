@@ -384,7 +384,7 @@ class BlockTables:
     def _hash_full_blocks(self, request: Request) -> None:
         size, hashes = self._config.block_size, request.block_hashes
         for i in range(len(hashes), len(request.token_ids) // size):
-            parent = hashes[-1] if hashes else self._identity.root(request.scope)
+            parent = self._identity.parent(request.scope, hashes, request.num_public_tokens)
             hashes.append(extend_chain(parent, pack_tokens(request.token_ids[i * size : (i + 1) * size])))
 
     def _reservation_hashes(self, request: Request, num_tokens: int) -> list[bytes]:
@@ -394,6 +394,6 @@ class BlockTables:
         hashes = request.block_hashes[:num_full]
         tail = request.token_ids[num_full * self._config.block_size : num_tokens]
         if tail:
-            parent = hashes[-1] if hashes else self._identity.root(request.scope)
+            parent = self._identity.parent(request.scope, hashes, request.num_public_tokens)
             hashes.append(extend_chain(parent, pack_tokens(tail)))
         return hashes

@@ -145,14 +145,16 @@ class Engine:
         at once what the parent has computed of those that both begin with. They share blocks, the last, partial one
         too, until one of them is to write into it. A child whose parent is gone, or comes to an end without a draw,
         computes its tokens itself. Raises as `submit` does, and `InternalError` if a child is of another scope than
-        its parent; then none was accepted.
+        its parent, or begins with more or fewer public tokens; then none was accepted.
         """
         parent = self._find(parent_id)
         for child in children:
             self._check_tokens(child.token_ids)
             if child.kind is RequestKind.DECODE:
                 raise InternalError(f"request {child.request_id} needs a reservation: call reserve")
-            if parent is not None and child.scope != parent.scope:
+            if parent is None:
+                continue
+            if (child.scope, child.num_public_tokens) != (parent.scope, parent.num_public_tokens):
                 raise InternalError(f"scope of request {child.request_id} is not that of {parent_id}: no KV is shared")
         self._scheduler.add_all(children)
         if parent is None:

@@ -49,6 +49,7 @@ def further_samples(request: Request, n: int) -> list[Request]:
             scope=request.scope,
             arrival=request.arrival,
             priority=request.priority,
+            num_public_tokens=request.num_public_tokens,
             kind=RequestKind.PREFILL if request.kind is RequestKind.PREFILL else RequestKind.LOCAL,
         )
         sample.transfer_over = True

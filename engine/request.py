@@ -63,7 +63,7 @@ class Request:
     Invariant: `num_computed_tokens <= len(token_ids)`, and the KV of those tokens is in the blocks of `block_table`.
     The rest is still to be computed; that is all there is to prefill, decode, resume and recompute.
 
-    Raises `RequestError` for an empty prompt, or a priority out of range.
+    Raises `RequestError` for an empty prompt, or a number out of range.
     """
 
     request_id: str
@@ -79,6 +79,8 @@ class Request:
     kind: RequestKind = RequestKind.LOCAL
     priority: int = 0
     """A smaller number goes first; in [-8, 8]."""
+    num_public_tokens: int = 0
+    """Leading tokens of the prompt that are public: full blocks of nothing else are shared by all scopes."""
 
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     queue_number: int = field(default=0, init=False)
@@ -123,6 +125,11 @@ class Request:
             raise RequestError(
                 "num_prompt_tokens",
                 f"must be in [1, {len(self.token_ids)}] (the tokens given), got {self.num_prompt_tokens}",
+            )
+        if not 0 <= self.num_public_tokens <= self.num_prompt_tokens:
+            raise RequestError(
+                "num_public_tokens",
+                f"must be in [0, {self.num_prompt_tokens}] (the prompt's), got {self.num_public_tokens}",
             )
         check_priority(self.priority)
 

@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from engine.block_hash import block_chain
 from engine.engine import Engine, RequestUpdate, StepOutput
 from engine.errors import DeadlineExceeded, Draining, EngineError, LinkClosed, RequestError
 from engine.plan import Pool
@@ -178,8 +177,8 @@ class PrefillWorker:
         layout = read_layout(prefill.ticket)
         ours = self._identity.block_size
         block_size = ours if layout is None else layout.block_size
-        root = replace(self._identity, block_size=block_size).root(request.scope)
-        chain = block_chain(root, prefill.token_ids, block_size)
+        identity = replace(self._identity, block_size=block_size)
+        chain = identity.chain(request.scope, prefill.token_ids, request.num_public_tokens)
         return Shipment(tuple(prefill.ticket.ordinals), chain, len(request.token_ids), block_size, ours)
 
     def _submit(self, engine: Engine, request: Request, shipment: Shipment | None) -> None:

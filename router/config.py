@@ -27,6 +27,9 @@ class RouterConfig:
     """Shown to workers, those that have it serve nobody else."""
     api_keys: str = ""
     """File of tenants and digests of their keys (`router.tenants`); empty: nobody needs a key."""
+    public_prefixes: str = ""
+    """File of prompts' beginnings whose KV all tenants share (`router.public_prefixes`); the same for all routers of a
+    cluster; empty: none."""
     tls_cert: str = ""
     """Certificate chain, PEM; with it, gRPC and HTTP are served over TLS only."""
     tls_key: str = ""

@@ -391,6 +391,7 @@ class Dispatcher:
         message.sampling.CopyFrom(job.request.sampling)
         message.scope = job.request.scope
         message.priority = job.request.priority
+        message.num_public_tokens = job.request.num_public_tokens
         message.timeout_ms = max(1, int(job.live.remaining_s() * 1000))
         return message
 

@@ -46,7 +46,8 @@ class Placer:
         if not workers:
             return None
         seed = self._config.routing_seed
-        keys = RoutingKeys(seed, request.scope, token_ids, workers[0].block_size)
+        block_size = workers[0].block_size
+        keys = RoutingKeys(seed, request.scope, token_ids, block_size, request.num_public_tokens)
         num_tokens = len(token_ids) // TOKEN_BYTES
         self._fleet.refresh(workers)
         placement = self._fleet.place(

@@ -29,6 +29,8 @@ class GenerationRequest:
     """Of the tenant: part of block identity."""
     priority: int = 0
     """A smaller number goes first."""
+    num_public_tokens: int = 0
+    """Leading tokens of the prompt that are declared public."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.model_config import load_model_config, model_fingerprint
 from engine.tokenizer import Tokenizer
+from router.public_prefixes import PublicPrefixes, load_public_prefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +22,23 @@ class ServedModel:
     tokenizer: Tokenizer
     folder: Path
     """Where all of this was read."""
+    public_prefixes: PublicPrefixes = field(default_factory=PublicPrefixes)
+    """Beginnings of prompts that all tenants share."""
 
 
-def load_served_model(folder: Path, name: str) -> ServedModel:
-    """Read `folder`. Raises `ModelError` saying what is missing or damaged. Blocks: call it off the event loop."""
+def load_served_model(folder: Path, name: str, public_prefixes: str = "") -> ServedModel:
+    """Read `folder`, and the file `public_prefixes` if there is one to be. Blocks: call it off the event loop.
+
+    Raises `ModelError` or `ConfigError` saying what is missing or damaged.
+    """
     config = load_model_config(folder)
+    tokenizer = Tokenizer.load(folder)
     return ServedModel(
         name=name,
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
         fingerprint=model_fingerprint(folder),
-        tokenizer=Tokenizer.load(folder),
+        tokenizer=tokenizer,
         folder=folder,
+        public_prefixes=load_public_prefixes(public_prefixes, tokenizer, config.vocab_size),
     )

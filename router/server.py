@@ -64,14 +64,17 @@ class RouterServer:
     async def start(self) -> str:
         """Serve; returns HOST:PORT of gRPC. Workers are connected in the background.
 
-        Raises `ModelError`, or `ConfigError` naming a file of keys or certificates, or a port that is taken; nothing
-        stays open then.
+        Raises `ModelError`, or `ConfigError` naming a file of keys, certificates or prefixes, or a port that is taken;
+        nothing stays open then.
         """
         tls = load_server_tls(self._config)
         tenants = load_tenants(self._config.api_keys)
         model = self._model
         if model is None:
-            model = await asyncio.to_thread(load_served_model, Path(self._config.model_path), self._config.model_name)
+            config = self._config
+            model = await asyncio.to_thread(
+                load_served_model, Path(config.model_path), config.model_name, config.public_prefixes
+            )
         registry = Registry(self._config, model.fingerprint)
         dispatcher = Dispatcher(self._config, model, registry)
         metrics = RouterMetrics(dispatcher.admission, registry, dispatcher.history)

@@ -91,6 +91,7 @@ def complete(
         sampling=sampling_to_proto(params),
         scope=scope,
         priority=priority,
+        num_public_tokens=model.public_prefixes.num_leading(prompt),
     )
     check_length(request, model.max_model_len)
     return request

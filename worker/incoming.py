@@ -27,6 +27,7 @@ def read_request(
         arrival=arrival,
         kind=kind,
         priority=message.priority,
+        num_public_tokens=message.num_public_tokens,
     )
 
 

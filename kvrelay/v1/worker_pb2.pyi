@@ -374,6 +374,7 @@ class Reserve(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     COMPUTE_HERE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    NUM_PUBLIC_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique to the attempt."""
     token_ids: _builtins.bytes
@@ -389,6 +390,8 @@ class Reserve(_message.Message):
     """
     priority: _builtins.int
     """In [-8, 8]; a smaller number goes first."""
+    num_public_tokens: _builtins.int
+    """Leading tokens that are public: full blocks of nothing else are identified under the public scope."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
         """Complete: the router filled in every default, the seed included."""
@@ -404,10 +407,11 @@ class Reserve(_message.Message):
         timeout_ms: _builtins.int = ...,
         compute_here: _builtins.bool = ...,
         priority: _builtins.int = ...,
+        num_public_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_here", b"compute_here", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_here", b"compute_here", "num_prompt_tokens", b"num_prompt_tokens", "num_public_tokens", b"num_public_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -588,13 +592,14 @@ class Prefill(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    NUM_PUBLIC_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_ids: _builtins.bytes
     num_prompt_tokens: _builtins.int
     scope: _builtins.bytes
     timeout_ms: _builtins.int
     priority: _builtins.int
-    """In [-8, 8]; a smaller number goes first."""
+    num_public_tokens: _builtins.int
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -610,10 +615,11 @@ class Prefill(_message.Message):
         timeout_ms: _builtins.int = ...,
         ticket: Global___Ticket | None = ...,
         priority: _builtins.int = ...,
+        num_public_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "ticket", b"ticket", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "num_public_tokens", b"num_public_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "ticket", b"ticket", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,7 @@ router:
   port: 0
   http_port: 8080
   api_keys: keys.yaml
+  public_prefixes: prefixes.yaml
   tls_cert: /etc/cert.pem
   tls_key: /etc/key.pem
   default_timeout_s: 30
@@ -44,6 +45,7 @@ def test_every_field_of_a_spec_is_read() -> None:
     config = spec.router_config("/m")
     assert (config.http_port, config.tls_cert) == (8080, "/etc/cert.pem")
     assert config.api_keys == str(Path.cwd() / "keys.yaml")
+    assert config.public_prefixes == str(Path.cwd() / "prefixes.yaml")
     assert not spec.ray.local
     assert spec.supervision.backoff_max_s == 5.5
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_hash import BlockIdentity, block_chain, extend_chain, pack_tokens, unpack_tokens
+from engine.block_hash import PUBLIC_SCOPE, BlockIdentity, block_chain, extend_chain, pack_tokens, unpack_tokens
 from engine.errors import RequestError
 
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "block_hash.json").read_text())[
@@ -20,9 +20,13 @@ VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" /
 ]
 
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=70)
+SCOPES = st.binary(max_size=40).filter(lambda scope: scope != PUBLIC_SCOPE)
+"""Of tenants."""
 
 
-def second_implementation(identity: dict[str, Any], tokens: list[int]) -> tuple[bytes, list[bytes]]:
+def second_implementation(
+    identity: dict[str, Any], tokens: list[int], num_public: int = 0
+) -> tuple[bytes, list[bytes]]:
     """Root and chain, from the rule in the docstring of `engine.block_hash` and struct alone."""
 
     def text(value: str) -> bytes:
@@ -37,14 +41,19 @@ def second_implementation(identity: dict[str, Any], tokens: list[int]) -> tuple[
     state.update(text(identity["kv_dtype"]))
     state.update(struct.pack("<cIQ", b"u", 8, identity["block_size"]))
     state.update(blob(bytes.fromhex(identity["adapter_digest"])))
+    of_public = state.copy()
     state.update(blob(bytes.fromhex(identity["scope"])))
-    root = state.digest()
-
-    chain = []
-    parent = root
+    of_public.update(blob(b"public"))
     size = identity["block_size"]
+    root = of_public.digest() if num_public >= size else state.digest()
+
+    chain: list[bytes] = []
+    parent = root
     while tokens:
         block, tokens = tokens[:size], tokens[size:]
+        if chain and len(chain) * size <= num_public < (len(chain) + 1) * size:
+            scope = bytes.fromhex(identity["scope"])
+            parent = hashlib.sha256(text("kvrelay.entry.v1") + blob(parent) + blob(scope)).digest()
         parent = hashlib.sha256(parent + struct.pack(f"<I{len(block)}I", len(block), *block)).digest()
         chain.append(parent)
     return root, chain
@@ -61,16 +70,17 @@ def identity_of(vector: dict[str, Any]) -> BlockIdentity:
 
 @pytest.mark.parametrize("vector", VECTORS, ids=[vector["name"] for vector in VECTORS])
 def test_the_published_vectors_hold(vector: dict[str, Any]) -> None:
-    root = identity_of(vector).root(bytes.fromhex(vector["scope"]))
-    chain = block_chain(root, pack_tokens(vector["token_ids"]), vector["block_size"])
+    identity, scope = identity_of(vector), bytes.fromhex(vector["scope"])
+    num_public = vector.get("num_public_tokens", 0)
+    chain = identity.chain(scope, pack_tokens(vector["token_ids"]), num_public)
 
-    assert root.hex() == vector["root"]
+    assert identity.parent(scope, [], num_public).hex() == vector["root"]
     assert [block.hex() for block in chain] == vector["chain"]
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=[vector["name"] for vector in VECTORS])
 def test_a_second_implementation_reproduces_the_vectors(vector: dict[str, Any]) -> None:
-    root, chain = second_implementation(vector, vector["token_ids"])
+    root, chain = second_implementation(vector, vector["token_ids"], vector.get("num_public_tokens", 0))
 
     assert root.hex() == vector["root"]
     assert [block.hex() for block in chain] == vector["chain"]
@@ -84,6 +94,36 @@ def test_both_implementations_agree_on_any_sequence(tokens: list[int], block_siz
     assert (root, block_chain(root, pack_tokens(tokens), block_size)) == second_implementation(
         {**fields, "scope": scope.hex()}, tokens
     )
+
+
+@given(
+    tokens=token_ids,
+    block_size=st.sampled_from([1, 4, 8, 16]),
+    scopes=st.tuples(SCOPES, SCOPES).filter(lambda pair: pair[0] != pair[1]),
+    num_public=st.integers(0, 70),
+)
+def test_two_scopes_share_the_public_blocks_and_no_other(
+    tokens: list[int], block_size: int, scopes: tuple[bytes, bytes], num_public: int
+) -> None:
+    fields = {"model_fingerprint": "aa" * 32, "kv_dtype": "float32", "block_size": block_size, "adapter_digest": ""}
+    num_public = min(num_public, len(tokens))
+    one, other = (identity_of(fields).chain(scope, pack_tokens(tokens), num_public) for scope in scopes)
+    private = identity_of(fields).chain(scopes[0], pack_tokens(tokens))
+
+    num_shared = num_public // block_size
+    assert one[:num_shared] == other[:num_shared]
+    assert not set(one[num_shared:]) & set(other)
+    assert not set(one) & set(private) or (num_shared == 0 and one == private)
+    for scope, chain in zip(scopes, (one, other), strict=True):
+        assert second_implementation({**fields, "scope": scope.hex()}, tokens, num_public)[1] == chain
+
+
+def test_without_a_public_block_the_chain_is_that_of_the_root() -> None:
+    identity = BlockIdentity(bytes(32), "bfloat16", 4)
+    tokens = pack_tokens(list(range(11)))
+
+    assert identity.chain(b"a", tokens, 3) == block_chain(identity.root(b"a"), tokens, 4)
+    assert identity.chain(b"a", tokens, 4) != block_chain(identity.root(b"a"), tokens, 4)
 
 
 @given(tokens=token_ids)

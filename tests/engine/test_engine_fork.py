@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -253,12 +254,13 @@ def test_all_children_are_accepted_or_none(make_engine: HarnessFactory) -> None:
     assert list(harness.ends) == [parent.request_id]
 
 
+@pytest.mark.parametrize("of", [{"scope": b"another tenant"}, {"num_public_tokens": 4}])
 @pytest.mark.parametrize("tail", [[], [1]])
-def test_no_kv_is_shared_with_another_scope(make_engine: HarnessFactory, tail: list[int]) -> None:
+def test_no_kv_is_shared_with_another_scope(make_engine: HarnessFactory, tail: list[int], of: dict[str, Any]) -> None:
     harness = make_engine()
     parent = harness.submit(make_request(prompt_of(5)))
     harness.step()
-    own, foreign = make_request(prompt_of(5)), make_request([*prompt_of(5), *tail], scope=b"another tenant")
+    own, foreign = make_request(prompt_of(5)), make_request([*prompt_of(5), *tail], **of)
     with pytest.raises(InternalError, match=f"scope of request {foreign.request_id}"):
         harness.engine.fork(parent.request_id, [own, foreign])
     harness.run()

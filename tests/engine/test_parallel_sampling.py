@@ -41,14 +41,14 @@ def test_no_seed_is_made_of_bits_that_decide_a_token() -> None:
 
 def test_samples_differ_from_their_request_in_seed_and_name_only() -> None:
     request = make_request([1, 2, 3], output=[4], params=SamplingParams(seed=5, top_k=3))
-    request.priority = 2
+    request.priority, request.num_public_tokens = 2, 3
     samples = further_samples(request, 3)
     assert [sample.request_id for sample in samples] == [f"{request.request_id}/1", f"{request.request_id}/2"]
     assert [sample.params.seed for sample in samples] == [sample_seed(5, 1), sample_seed(5, 2)]
     for sample in samples:
         assert (sample.token_ids, sample.num_prompt_tokens, sample.scope) == ([1, 2, 3, 4], 3, request.scope)
         assert sample.token_ids is not request.token_ids
-        assert (sample.params.top_k, sample.priority) == (3, 2)
+        assert (sample.params.top_k, sample.priority, sample.num_public_tokens) == (3, 2, 3)
 
 
 @pytest.mark.parametrize(

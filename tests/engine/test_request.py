@@ -30,6 +30,13 @@ def test_an_empty_prompt_is_refused() -> None:
     assert caught.value.field == "prompt_token_ids"
 
 
+def test_no_more_tokens_are_public_than_the_prompt_has() -> None:
+    assert make_request([1, 2], output=[3], num_public_tokens=2).num_public_tokens == 2
+    with pytest.raises(RequestError, match=r"must be in \[0, 2\]") as caught:
+        make_request([1, 2], output=[3], num_public_tokens=3)
+    assert caught.value.field == "num_public_tokens"
+
+
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(RequestStatus, RequestStatus)))
 def test_status_changes_follow_the_table(before: RequestStatus, after: RequestStatus) -> None:
     request = make_request([1])

@@ -23,14 +23,16 @@ VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" /
 BY_NAME = pytest.mark.parametrize("vector", VECTORS, ids=[vector["name"] for vector in VECTORS])
 
 
-def second_implementation(seed: int, scope: bytes, tokens: list[int]) -> bytes:
+def second_implementation(seed: int, scope: bytes, tokens: list[int], num_public: int = 0) -> bytes:
     """Key of a prefix, from the rule in the docstring of `engine.routing_key`."""
+    scope = b"public" if len(tokens) <= num_public else scope
     return xxh3_128(struct.pack("<I", len(scope)) + scope + struct.pack(f"<{len(tokens)}I", *tokens), seed)
 
 
 def keys_of(vector: dict[str, Any]) -> RoutingKeys:
     scope, token_ids = bytes.fromhex(vector["scope"]), pack_tokens(vector["token_ids"])
-    return RoutingKeys(int(vector["seed"]), scope, token_ids, vector["block_size"])
+    num_public = vector.get("num_public_tokens", 0)
+    return RoutingKeys(int(vector["seed"]), scope, token_ids, vector["block_size"], num_public)
 
 
 @BY_NAME
@@ -44,7 +46,8 @@ def test_the_published_vectors_hold(vector: dict[str, Any]) -> None:
 def test_a_second_implementation_reproduces_the_vectors(vector: dict[str, Any]) -> None:
     size, scope = vector["block_size"], bytes.fromhex(vector["scope"])
     for i, key in enumerate(vector["keys"], 1):
-        assert second_implementation(int(vector["seed"]), scope, vector["token_ids"][: i * size]).hex() == key
+        prefix, num_public = vector["token_ids"][: i * size], vector.get("num_public_tokens", 0)
+        assert second_implementation(int(vector["seed"]), scope, prefix, num_public).hex() == key
 
 
 @given(st.binary(min_size=17, max_size=1200), st.integers(0, MAX_SEED))
@@ -57,19 +60,21 @@ def test_the_second_implementation_of_xxh3_agrees_with_the_library(data: bytes, 
     block_size=st.sampled_from([4, 8, 16]),
     scope=st.binary(max_size=40),
     seed=st.integers(0, MAX_SEED),
+    num_public=st.integers(0, 70),
 )
 def test_one_boundary_all_boundaries_and_the_second_implementation_agree(
-    tokens: list[int], block_size: int, scope: bytes, seed: int
+    tokens: list[int], block_size: int, scope: bytes, seed: int, num_public: int
 ) -> None:
-    keys = RoutingKeys(seed, scope, pack_tokens(tokens), block_size)
-    running = RunningRoutingKey(seed, scope)
+    keys = RoutingKeys(seed, scope, pack_tokens(tokens), block_size, num_public)
+    running, probe = RunningRoutingKey(seed, scope, num_public), keys.prober()
     every = keys.all()
     assert len(every) == len(keys) == len(tokens) // block_size
     for i, key in enumerate(every, 1):
         assert len(key) == KEY_BYTES
         assert key == keys.key(i)
         assert key == running.extend(pack_tokens(tokens[(i - 1) * block_size : i * block_size]))
-        assert key == second_implementation(seed, scope, tokens[: i * block_size])
+        assert key == second_implementation(seed, scope, tokens[: i * block_size], num_public)
+        assert probe(i) == int(key.hex()[:15], 16)
 
 
 def test_a_key_depends_on_everything_before_it() -> None:
@@ -78,6 +83,13 @@ def test_a_key_depends_on_everything_before_it() -> None:
     assert RoutingKeys(0, b"a", pack_tokens([9, *tokens[1:]]), 16).key(4) != key
     assert RoutingKeys(0, b"b", pack_tokens(tokens), 16).key(4) != key
     assert RoutingKeys(1, b"a", pack_tokens(tokens), 16).key(4) != key
+
+
+def test_two_scopes_have_the_keys_of_public_blocks_in_common_and_no_other() -> None:
+    tokens = pack_tokens(list(range(64)))
+    one, other = (RoutingKeys(0, scope, tokens, 16, num_public_tokens=40).all() for scope in (b"a", b"b"))
+    assert one[:2] == other[:2]
+    assert not set(one[2:]) & set(other)
 
 
 def test_a_key_does_not_depend_on_the_block_size_or_on_what_follows() -> None:

@@ -43,6 +43,7 @@ def make_request(
     output: Sequence[int] = (),
     scope: bytes = b"tenant",
     priority: int = 0,
+    num_public_tokens: int = 0,
     arrival: float = 0.0,
 ) -> Request:
     """Greedy unless `params` says otherwise. `output` are tokens that were emitted before a resume."""
@@ -55,6 +56,7 @@ def make_request(
         arrival=arrival,
         kind=kind,
         priority=priority,
+        num_public_tokens=num_public_tokens,
     )
 
 

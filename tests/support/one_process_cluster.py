@@ -159,13 +159,15 @@ class OneProcessCluster:
         max_tokens: int = 8,
         timeout_s: float = BOUND_S,
         priority: int = 0,
+        api_key: str = "",
         **sampling: Any,
     ) -> grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]:
         params = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
         request = router_pb2.GenerateRequest(
             prompt_token_ids=pack_tokens(prompt), sampling=common_pb2.SamplingParams(**params), priority=priority
         )
-        return router_pb2_grpc.RouterStub(self.channel).Generate(request, timeout=timeout_s)
+        metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        return router_pb2_grpc.RouterStub(self.channel).Generate(request, timeout=timeout_s, metadata=metadata)
 
     async def generate(self, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> Generation:
         """Refuses a repeated or skipped index."""

@@ -87,8 +87,35 @@ class GenerationCall:
         return self.messages[0].n
 
 
-def read_completions(body: Fields, request_id: str, timeout_s: float | None) -> GenerationCall:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """What one call may ask for. Checked before anything is made of the call."""
+
+    max_model_len: int
+    max_n: int
+    """Outputs of one prompt."""
+    max_requests: int
+    """Prompts: each takes one of the router's places."""
+    max_outputs: int | None
+    """Of all prompts, what the tenant may have at once; None: as many as the other two allow."""
+
+    def check(self, num_prompts: int, n: int) -> None:
+        """Raises `RequestError` for what can never be let in, however long the client waits."""
+        if not 1 <= n <= self.max_n:
+            raise RequestError("n", f"must be in [1, {self.max_n}], got {kind_of(n)}")
+        if num_prompts > self.max_requests:
+            raise RequestError("prompt", f"at most {self.max_requests} at once (max_live_requests), got {num_prompts}")
+        if self.max_outputs is not None and num_prompts * n > self.max_outputs:
+            raise RequestError(
+                "n" if num_prompts == 1 else "prompt",
+                f"prompts times n may be at most {self.max_outputs} (the tenant's max_concurrent_requests), "
+                f"got {num_prompts} * {n}",
+            )
+
+
+def read_completions(body: Fields, request_id: str, timeout_s: float | None, limits: CallLimits) -> GenerationCall:
     """Raises `RequestError` in our names of the fields; `names_of` has OpenAI's."""
+    n = _n(body, limits)
     _refuse_unsupported(body, "completions")
     logprobs = body.integer("logprobs")
     max_tokens = body.integer("max_tokens")
@@ -96,14 +123,16 @@ def read_completions(body: Fields, request_id: str, timeout_s: float | None) -> 
         "max_tokens": DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens,
         "logprobs": logprobs,
     }
-    prompts = _prompts(body)
+    prompts = _prompts(body, limits.max_model_len)
+    limits.check(len(prompts), n)
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{number}" for number in range(len(prompts))]
-    messages = [_message(body, options | prompt, each) for prompt, each in zip(prompts, ids, strict=True)]
+    messages = [_message(body, options | prompt | {"n": n}, each) for prompt, each in zip(prompts, ids, strict=True)]
     return _call(body, "completions", messages, timeout_s, logprobs is not None)
 
 
-def read_chat(body: Fields, request_id: str, timeout_s: float | None, max_model_len: int) -> GenerationCall:
+def read_chat(body: Fields, request_id: str, timeout_s: float | None, limits: CallLimits) -> GenerationCall:
     """Raises `RequestError` in our names of the fields; `names_of` has OpenAI's."""
+    n = _n(body, limits)
     _refuse_unsupported(body, "chat")
     max_tokens = body.integer("max_completion_tokens")
     if max_tokens is None:
@@ -115,7 +144,8 @@ def read_chat(body: Fields, request_id: str, timeout_s: float | None, max_model_
         raise RequestError("top_logprobs", f"must be in [0, {MAX_LOGPROBS}], got {kind_of(top_logprobs)}")
     options: dict[str, Any] = _sampling(body) | {
         "messages": read_messages(body),
-        "max_tokens": max_model_len if max_tokens is None else max_tokens,
+        "n": n,
+        "max_tokens": limits.max_model_len if max_tokens is None else max_tokens,
         "logprobs": (top_logprobs or 0) if logprobs else None,
     }
     message = _message(body, options, request_id)
@@ -149,10 +179,9 @@ def _call(
 
 
 def _message(body: Fields, options: Mapping[str, Any], request_id: str) -> router_pb2.GenerateRequest:
-    n, priority = body.integer("n"), body.integer("priority")
     prompt = options.get("prompt")
     named = {name: value for name, value in options.items() if name != "prompt"}
-    named |= {"model": body.text("model"), "request_id": request_id, "n": 1 if n is None else n, "priority": priority}
+    named |= {"model": body.text("model"), "request_id": request_id, "priority": body.integer("priority")}
     given = GenerateOptions(**named)  # type: ignore[typeddict-item]
     return _request.build_generate(prompt, given, _request.DEFAULT_TIMEOUT_S).message
 
@@ -168,18 +197,26 @@ def _sampling(body: Fields) -> dict[str, Any]:
     return given
 
 
-def _prompts(body: Fields) -> list[dict[str, Any]]:
+def _n(body: Fields, limits: CallLimits) -> int:
+    n = body.integer("n")
+    n = 1 if n is None else n
+    limits.check(1, n)
+    return n
+
+
+def _prompts(body: Fields, max_model_len: int) -> list[dict[str, Any]]:
     """As options of `build_generate`, one a prompt."""
     prompt = body.get("prompt")
     match prompt:
         case str():
             return [{"prompt": prompt}]
         case [int(), *_] if not isinstance(prompt[0], bool):
-            return [{"prompt_token_ids": prompt}]
+            return [{"prompt_token_ids": _fitting("prompt", prompt, max_model_len)}]
         case [str() | list(), *_]:
             if len(prompt) > MAX_PROMPTS:
                 raise RequestError("prompt", f"at most {MAX_PROMPTS} prompts in one call, got {len(prompt)}")
-            return [_one_of_several(number, entry, type(prompt[0])) for number, entry in enumerate(prompt)]
+            kind = type(prompt[0])
+            return [_one_of_several(number, entry, kind, max_model_len) for number, entry in enumerate(prompt)]
         case _:
             got = "an empty list" if prompt == [] else kind_of(prompt)
             raise RequestError(
@@ -187,10 +224,18 @@ def _prompts(body: Fields) -> list[dict[str, Any]]:
             )
 
 
-def _one_of_several(number: int, entry: Any, kind: type) -> dict[str, Any]:
+def _one_of_several(number: int, entry: Any, kind: type, max_model_len: int) -> dict[str, Any]:
+    where = f"prompt[{number}]"
     if not isinstance(entry, kind):
-        raise RequestError(f"prompt[{number}]", f"must be of the kind of the first prompt, got {kind_of(entry)}")
-    return {"prompt": entry} if kind is str else {"prompt_token_ids": entry}
+        raise RequestError(where, f"must be of the kind of the first prompt, got {kind_of(entry)}")
+    return {"prompt": entry} if kind is str else {"prompt_token_ids": _fitting(where, entry, max_model_len)}
+
+
+def _fitting(field: str, token_ids: Any, max_model_len: int) -> Any:
+    """`token_ids`, if so many can be served; looks at none of them."""
+    if len(token_ids) >= max_model_len:
+        raise RequestError(field, f"at most {max_model_len - 1} tokens, got {len(token_ids)}")
+    return token_ids
 
 
 def read_messages(body: Fields) -> list[dict[str, str]]:

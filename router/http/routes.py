@@ -23,11 +23,12 @@ from router.front_door import FrontDoor
 from router.http import generation
 from router.http.bodies import Fields, kind_of, read_object
 from router.http.errors import error_body, error_response
-from router.http.generation import Api, GenerationCall
+from router.http.generation import Api, CallLimits, GenerationCall
 from router.http.shapes import Answer
 from router.http.sse import EventStream
 from router.registry import Registry
 from router.served_model import ServedModel
+from router.shedding import allowance
 from router.tenants import Tenant
 
 REQUEST_ID = "X-Request-Id"
@@ -140,10 +141,8 @@ class Routes:
         names = generation.names_of(api, body)
         try:
             timeout_s = _timeout_s(request)
-            if api == "chat":
-                call = generation.read_chat(body, request_id, timeout_s, self._model.max_model_len)
-            else:
-                call = generation.read_completions(body, request_id, timeout_s)
+            read = generation.read_chat if api == "chat" else generation.read_completions
+            call = read(body, request_id, timeout_s, self._limits(tenant))
             model = body.text("model") or self._model.name
             answer = Answer(call, self._model.tokenizer, request_id, model, int(time.time()))
             headers = {REQUEST_ID: request_id}
@@ -153,6 +152,14 @@ class Routes:
             return web.json_response(answer.whole(await self._collect(tenant, call)), headers=headers)
         except EngineError as error:
             return error_response(error, self._config.retry_after_s, names)
+
+    def _limits(self, tenant: Tenant) -> CallLimits:
+        return CallLimits(
+            max_model_len=self._model.max_model_len,
+            max_n=self._config.max_n,
+            max_requests=max(1, int(self._config.max_live_requests * allowance(tenant.best_priority))),
+            max_outputs=tenant.max_concurrent_requests,
+        )
 
     async def _collect(self, tenant: Tenant, call: GenerationCall) -> list[Generation]:
         assemblies = [GenerationAssembly(call.n) for _ in call.messages]

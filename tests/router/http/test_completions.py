@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -119,7 +120,12 @@ async def test_workers_get_the_sampling_that_the_body_says(front: HttpFront) -> 
 
 
 async def test_a_first_prompt_that_fails_ends_the_others(front: HttpFront) -> None:
-    await front.start(max_live_requests=1)
+    await front.start(max_live_requests=2)
+    front.prefill.hold("prefill")
+    first = asyncio.create_task(front.ok(PATH, prompt="x", max_tokens=3))
+    await front.prefill.reached("prefill")
     status, error = await front.refused(PATH, prompt=["hello", "you"], max_tokens=3)
+    front.prefill.release("prefill")
+    await first
     assert (status, error["code"]) == (429, "rate_limit_exceeded")
     await front.idle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 
 from engine.block_events import BlockEvents, EventBatch, Snapshot
@@ -15,7 +15,6 @@ from engine.prefix_index import PrefixIndex
 
 MAX_PENDING_HASHES_PER_BLOCK = 4
 """Events wait until the pool has turned over twice; from there on a snapshot is much the shorter answer."""
-
 
 __all__ = ["BlockManager", "BlockStats"]
 
@@ -35,7 +34,8 @@ class BlockManager:
       6. The contents of a block with a hash are those of the hash: nothing here can check that.
 
     Only this class changes these tables; others hold block ids and hand them back. Each block costs O(1) in every
-    call. Misuse (a block that the caller cannot hold) raises `InternalError` before anything has changed.
+    call. Misuse (a block that the caller cannot hold, or no block of this pool) raises `InternalError` before anything
+    has changed.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class BlockManager:
         """`copy_block(source, target)` copies contents; needed for `copy_on_write` alone. `on_evict(block, hash)` is
         called while the contents are still there, and must not raise. `incarnation` of the worker: for its events."""
         self._config = config
+        self._num_blocks = config.num_blocks
         self._copy_block = copy_block
         self._on_evict = on_evict
         # Last in, first out: a small working set touches few pages of the pool.
@@ -76,8 +77,9 @@ class BlockManager:
         """Blocks that `allocate` can give, the cached ones included."""
         return len(self._free) + len(self._cached)
 
-    def can_allocate(self, count: int, keeping: Iterable[int] = ()) -> bool:
+    def can_allocate(self, count: int, keeping: Collection[int] = ()) -> bool:
         """Whether `allocate(count)` will do after `acquire(keeping)`."""
+        self._check_inside(keeping)
         return count + sum(block in self._cached for block in keeping) <= self.num_allocatable
 
     def allocate(self, count: int) -> list[int]:
@@ -96,10 +98,12 @@ class BlockManager:
 
     def generation(self, block: int) -> int:
         """How often `block` was handed out by `allocate`. Tells a late write to its former life apart."""
+        self._check_inside((block,))
         return self._generation[block]
 
     def references(self, block: int) -> int:
         """Requests and quarantines that refer to `block`."""
+        self._check_inside((block,))
         return self._holders[block] + self._quarantines[block]
 
     def acquire(self, blocks: Sequence[int]) -> None:
@@ -107,6 +111,7 @@ class BlockManager:
 
         A cached one cannot be evicted any more.
         """
+        self._check_inside(blocks)
         holders, quarantines = self._holders, self._quarantines
         for block in blocks:
             if block in self._leased or not (holders[block] or quarantines[block] or block in self._index):
@@ -129,14 +134,15 @@ class BlockManager:
         """
         self._check_held(blocks)
         if not self._leased.isdisjoint(blocks):
-            leased = sorted(self._leased.intersection(blocks))
-            raise InternalError(f"blocks {leased} are leased: a link may write into them")
+            raise InternalError(f"blocks {sorted(self._leased.intersection(blocks))} are leased to a link")
         for block in reversed(blocks):
             if self._drop_holder(block):
                 self._put_away(block)
 
     def is_writable(self, block: int) -> bool:
         """Whether nobody but the one holder reads `block`, or can find it: it may be written in place."""
+        if not 0 <= block < self._num_blocks:  # in line: this is asked for every token
+            self._check_inside((block,))
         return self._holders[block] == 1 and not self._quarantines[block] and block not in self._index
 
     def copy_on_write(self, block: int) -> int:
@@ -145,7 +151,7 @@ class BlockManager:
         It is `block` itself if that is writable; so of all that share a block, the last one keeps it. All or nothing:
         on `NoFreeBlocks`, and if copying fails, the pool is unchanged but for evictions.
         """
-        self._check_held((block,))
+        self._check_has_holder(block)
         if block in self._leased:
             raise InternalError(f"block {block} is leased: its KV is still to arrive")
         if self.is_writable(block):
@@ -168,7 +174,7 @@ class BlockManager:
         its holder does best to change over. It stays so too if its parent, by hash, is not resident (any more).
         `parent` is None for the first block of a chain. Events call the block by `name`, if it is not empty.
         """
-        self._check_held((block,))
+        self._check_has_holder(block)
         if block in self._leased or self._index.hash_of(block) not in (None, content_hash):
             raise InternalError(f"block {block} cannot be registered: leased, or under another hash already")
         resident = self._index.block_of(content_hash)
@@ -191,7 +197,7 @@ class BlockManager:
 
     def lease(self, blocks: Sequence[int]) -> None:
         """Note that a link may write into these freshly allocated blocks."""
-        _check_distinct(blocks)
+        self._check_distinct(blocks)
         for block in blocks:
             if not self.is_writable(block) or block in self._leased:
                 raise InternalError(f"block {block} cannot be leased: not held exactly once, shared, or leased already")
@@ -218,7 +224,7 @@ class BlockManager:
 
     def unquarantine(self, blocks: Sequence[int]) -> None:
         """Drop one quarantine from each block, given in chain order, as `release` does."""
-        _check_distinct(blocks)
+        self._check_distinct(blocks)
         for block in blocks:
             if not self._quarantines[block]:
                 raise InternalError(f"block {block} is not in quarantine")
@@ -248,16 +254,14 @@ class BlockManager:
 
     def unpin(self, name: str) -> None:
         """An unknown name is ignored."""
-        _, dropped = self._pins.replace(name, (), None)
-        self._unpinned(dropped)
+        self._unpinned(self._pins.replace(name, (), None)[1])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all contents, the pinned ones and the names of pins too, with one event.
 
         False, and nothing has changed, while anybody refers to any block.
         """
-        stats = self.stats()
-        if stats.free + stats.cached < stats.total:
+        if any(self._holders) or any(self._quarantines):
             return False
         self._pins.clear()
         self._num_idle_pinned = 0
@@ -296,9 +300,8 @@ class BlockManager:
         """Re-derive every invariant and every count from the tables. O(blocks); for tests and idle moments."""
         self._index.check_integrity()
         self._cached.check_integrity()
-        blocks = range(self._config.num_blocks)
-        assert min(self._holders) >= 0
-        assert min(self._quarantines) >= 0
+        blocks = range(self._num_blocks)
+        assert min(*self._holders, *self._quarantines) >= 0
         free, cached = set(self._free), set(self._cached)
         pinned = {block for block in blocks if block in self._pins}
         held = {block for block in blocks if self.references(block)}
@@ -371,10 +374,23 @@ class BlockManager:
                 self._put_away(block)
 
     def _check_held(self, blocks: Collection[int]) -> None:
-        _check_distinct(blocks)
+        self._check_distinct(blocks)
         if not all(map(self._holders.__getitem__, blocks)):
-            unheld = next(block for block in blocks if not self._holders[block])
-            raise InternalError(f"block {unheld} has no holder")
+            raise InternalError(f"block {next(b for b in blocks if not self._holders[b])} has no holder")
+
+    def _check_has_holder(self, block: int) -> None:
+        if not 0 <= block < self._num_blocks or not self._holders[block]:
+            raise InternalError(f"block {block} has no holder")
+
+    def _check_distinct(self, blocks: Collection[int]) -> None:
+        self._check_inside(blocks)
+        if len(set(blocks)) != len(blocks):
+            raise InternalError(f"a block is named twice: {list(blocks)}")
+
+    def _check_inside(self, blocks: Collection[int]) -> None:
+        # A negative id would find the last blocks.
+        if blocks and (min(blocks) < 0 or max(blocks) >= self._num_blocks):
+            raise InternalError(f"blocks {list(blocks)}: the pool has 0 to {self._num_blocks - 1}")
 
     def _check_eviction_order(self) -> None:
         if self._config.sliding_window is None:
@@ -382,8 +398,3 @@ class BlockManager:
             for block in self._cached:
                 assert self._index.parent(block) not in seen, f"block {block} would be evicted after its parent"
                 seen.add(block)
-
-
-def _check_distinct(blocks: Collection[int]) -> None:
-    if len(set(blocks)) != len(blocks):
-        raise InternalError(f"a block is named twice: {list(blocks)}")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from block_chains import chain, register
@@ -338,3 +338,45 @@ def test_a_cached_block_whose_parent_is_evicted_is_free() -> None:
     assert pool.lookup(chain("a", 3)) == blocks[:1]
     assert (pool.stats().cached, pool.stats().free) == (1, 1)
     pool.check_integrity()
+
+
+MISUSE: dict[str, Callable[[BlockManager, int], object]] = {
+    "can_allocate": lambda pool, block: pool.can_allocate(1, keeping=[block]),
+    "generation": lambda pool, block: pool.generation(block),
+    "references": lambda pool, block: pool.references(block),
+    "acquire": lambda pool, block: pool.acquire([0, block]),
+    "release": lambda pool, block: pool.release([0, block]),
+    "is_writable": lambda pool, block: pool.is_writable(block),
+    "copy_on_write": lambda pool, block: pool.copy_on_write(block),
+    "register": lambda pool, block: pool.register(block, b"new", None),
+    "lease": lambda pool, block: pool.lease([0, block]),
+    "unlease": lambda pool, block: pool.unlease([1, block]),
+    "quarantine": lambda pool, block: pool.quarantine([0, block]),
+    "unquarantine": lambda pool, block: pool.unquarantine([2, block]),
+}
+
+
+@pytest.mark.parametrize("block", [-1, -NUM_BLOCKS, NUM_BLOCKS, -NUM_BLOCKS - 1])
+@pytest.mark.parametrize("last", ["held", "leased", "quarantined", "cached"])
+@pytest.mark.parametrize("call", MISUSE)
+def test_a_block_that_the_pool_has_not_is_refused_before_anything_changes(
+    pool: BlockManager, call: str, last: str, block: int
+) -> None:
+    """A negative id would be one of the last blocks, whatever may be done with those."""
+    blocks = sorted(pool.allocate(NUM_BLOCKS))
+    pool.lease(blocks[1:2])
+    pool.quarantine(blocks[2:3])
+    register(pool, blocks[3:4], [b"a"])
+    if last == "leased":
+        pool.lease(blocks[-1:])
+    elif last == "quarantined":
+        pool.quarantine(blocks[-1:])
+    elif last == "cached":
+        register(pool, blocks[-1:], [b"b"])
+        pool.release(blocks[-1:])
+    before = pool.stats(), [pool.references(b) for b in blocks], pool.lookup([b"new"])
+
+    with pytest.raises(InternalError):
+        MISUSE[call](pool, block)
+
+    assert (pool.stats(), [pool.references(b) for b in blocks], pool.lookup([b"new"])) == before

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 from kv_links import block_hash
 
 from engine.errors import HashMismatch, InternalError, SlotMismatch, StaleTicket
@@ -265,6 +265,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.written: dict[int, str] = {}
         """Slot -> ticket, of every grant that is open."""
         self.alive: set[str] = set()
+        self.leases: dict[str, float] = {}
+        """The longest that each ticket was ever granted."""
         self.ends: list[str] = []
 
     @rule(target=tickets, slots=st.lists(SLOTS, min_size=1, max_size=3, unique=True))
@@ -277,7 +279,19 @@ class AnyOrder(RuleBasedStateMachine):
             return multiple()
         assert self.written.keys().isdisjoint(slots), "a slot was given away while somebody writes it"
         self.alive.add(ticket_id)
+        self.leases[ticket_id] = self.now + 2.0
         return (ticket_id, slots, self.number)
+
+    @property
+    def ending(self) -> list[str]:
+        return sorted(set(self.written.values()) - self.alive)
+
+    @precondition(lambda self: self.ending)
+    @rule(slots=st.lists(SLOTS, max_size=3, unique=True), data=st.data())
+    def open_under_the_id_of_an_ending_ticket(self, slots: list[int], data: st.DataObject) -> None:
+        ticket_id = data.draw(st.sampled_from(self.ending))
+        with pytest.raises(StaleTicket):
+            self.table.open(ticket_id, expected(*slots, generation=self.number + 1), self.now + 2.0)
 
     @rule(target=grants, ticket=tickets, which=st.integers(0, 2), incarnation=st.sampled_from(["inc-1", "inc-0"]))
     def begin(self, ticket: tuple[str, list[int], int], which: int, incarnation: str) -> object:
@@ -311,19 +325,22 @@ class AnyOrder(RuleBasedStateMachine):
             self.alive.remove(ticket_id)
             self.ends.append(ticket_id)
 
-    @rule(ticket=tickets)
-    def renew(self, ticket: tuple[str, list[int], int]) -> None:
+    @rule(ticket=tickets, lag=st.floats(0.0, 3.0))
+    def renew(self, ticket: tuple[str, list[int], int], lag: float) -> None:
+        """By a clock that was read a while ago: what was granted since stays."""
         try:
-            self.table.renew(ticket[0], self.now)
+            self.table.renew(ticket[0], self.now - lag)
         except StaleTicket:
             assert ticket[0] not in self.alive
         else:
             assert ticket[0] in self.alive
+            self.leases[ticket[0]] = max(self.leases[ticket[0]], self.now - lag + 2.0)
 
     @rule(step=st.floats(0.0, 3.0))
     def expire(self, step: float) -> None:
         self.now += step
         for ticket_id in self.table.expire(self.now):
+            assert self.leases[ticket_id] <= self.now, "a lease was shortened"
             self.alive.remove(ticket_id)
             self.ends.append(ticket_id)
         following = self.table.next_expiry()

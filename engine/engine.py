@@ -83,6 +83,7 @@ class Engine:
         """`incarnation` of the worker: goes with the events of its blocks."""
         check_model_fits_pool(model, kv, cache_config)
         self._config = model.config
+        self._kv_layout = kv.layout
         self._runner = ModelRunner(model, kv)
         self._host = _host_tier(kv)
         self._blocks = BlockManager(
@@ -143,9 +144,10 @@ class Engine:
         A child with just the parent's tokens draws along at the parent's next draw, from the same logits: so n
         samples of a prompt (`parallel_sampling.further_samples`) cost one prefill. A child with other tokens shares
         at once what the parent has computed of those that both begin with. They share blocks, the last, partial one
-        too, until one of them is to write into it. A child whose parent is gone, or comes to an end without a draw,
-        computes its tokens itself. Raises as `submit` does, and `InternalError` if a child is of another scope than
-        its parent, or begins with more or fewer public tokens; then none was accepted.
+        too, until one of them is to write into it; but in a quantized type a child with other tokens shares whole
+        blocks only, as the scale of the next one may be that of tokens which it has not. A child whose parent is gone,
+        or comes to an end without a draw, computes its tokens itself. Raises as `submit` does, and `InternalError` if a
+        child is of another scope than its parent, or begins with more or fewer public tokens; then none was accepted.
         """
         parent = self._find(parent_id)
         for child in children:
@@ -336,7 +338,10 @@ class Engine:
     def _branch(self, parent: Request, child: Request) -> None:
         """Let `child` run from what `parent` has computed of their common tokens; one is left to draw from."""
         limit = min(parent.num_computed_tokens, len(child.token_ids) - 1)
-        self._scheduler.fork(parent, child, common_prefix(parent.token_ids, child.token_ids, limit))
+        num_tokens = common_prefix(parent.token_ids, child.token_ids, limit)
+        if self._kv_layout.quantized:
+            num_tokens -= num_tokens % self._kv_layout.block_size
+        self._scheduler.fork(parent, child, num_tokens)
 
     def _advance(self, request: Request, token: SampledToken | InternalError | None) -> RequestUpdate:
         if isinstance(token, InternalError):

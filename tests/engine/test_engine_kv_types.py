@@ -60,6 +60,10 @@ class KvEngine:
         while self.engine.has_work():
             self.step()
 
+    def until_first_token(self, request: Request) -> None:
+        while not request.num_output_tokens:
+            self.step()
+
     def contents(self, blocks: Sequence[int]) -> list[bytes]:
         return [bytes(self.kv.block(block)) for block in blocks]
 
@@ -130,3 +134,28 @@ def test_samples_that_part_from_a_shared_block_take_its_scales_along(engines: li
         alone.run(same)
         assert together.outputs[sample.request_id] == alone.outputs[same.request_id]
     assert len({tuple(output) for output in together.outputs.values()}) == 4
+
+
+def test_a_branch_within_a_block_has_the_bytes_that_it_has_alone(engines: list[KvEngine]) -> None:
+    """Also where the parent's later tokens in that block need a larger scale than the branch's."""
+    together, alone = engines
+    for token_id in range(3, 15):
+        for engine in engines:
+            engine.engine.reset_prefix_cache()
+        parent = make_request([*PROMPT[:5], token_id, *PROMPT[6:]], params=RANDOM)
+        together.engine.submit(parent)
+        while parent.num_computed_tokens < len(PROMPT):
+            together.step()
+        tokens = [*PROMPT[:5], *PROMPT[20:23]]  # parts after a block and a token
+        branch, same = (make_request(tokens, params=RANDOM) for _ in range(2))
+        together.engine.fork(parent.request_id, [branch])
+        assert branch.num_computed_tokens == (4 if together.kv.layout.quantized else 5)
+        together.until_first_token(branch)
+        alone.engine.submit(same)
+        alone.until_first_token(same)
+
+        assert together.contents(branch.block_table[:2]) == alone.contents(same.block_table[:2])
+
+        together.run()
+        alone.run()
+        assert together.outputs[branch.request_id] == alone.outputs[same.request_id]

@@ -264,10 +264,10 @@ class BlockTables:
                 self._blocks.unquarantine(quarantine.blocks)
         self._quarantines = [quarantine for quarantine in self._quarantines if quarantine.busy]
 
-    @property
-    def num_pinned(self) -> int:
-        """Blocks that no request can have."""
-        return self._blocks.stats().pinned
+    def num_withheld(self, request: Request) -> int:
+        """Pinned blocks that the request cannot have: all but those that it begins with."""
+        num_pinned = self._blocks.stats().pinned
+        return num_pinned and num_pinned - sum(map(self._blocks.is_pinned, self._cached_prefix(request)))
 
     def pin(self, name: str, scope: bytes, token_ids: Sequence[int], max_blocks: int) -> int:
         """Keep what is resident of a prefix from eviction, in whole blocks. Returns how many tokens those hold.

@@ -33,7 +33,7 @@ class PinnedPrefixes:
         `max_blocks`: a limit for now, below the general one.
 
         Returns the blocks that are pinned now and were not before, and those that were and are not any more. Raises
-        `PinLimit` if too much would be pinned; then nothing has changed.
+        `PinLimit` if more would be pinned than may be; then nothing has changed.
         """
         former = self._blocks.get(name, ())
         added = [block for block in blocks if block not in self._count]
@@ -41,7 +41,7 @@ class PinnedPrefixes:
         dropped = [block for block in former if self._count[block] == 1 and block not in kept]
         count = len(self._count) + len(added) - len(dropped)
         limit = self._max_blocks if max_blocks is None else min(max_blocks, self._max_blocks)
-        if blocks and count > limit:
+        if added and count > limit:
             raise PinLimit(f"pin {name!r} would make {count} pinned blocks, at most {limit} may be pinned now")
         if blocks and not former and len(self._blocks) >= MAX_NAMES:
             raise PinLimit(f"pin {name!r} would be one more than {MAX_NAMES} names")

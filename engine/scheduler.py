@@ -368,13 +368,13 @@ class Scheduler:
             )
         if request.num_output_tokens >= max_tokens:
             raise RequestError("max_tokens", f"{max_tokens}, but {request.num_output_tokens} were drawn already")
-        needed, num_pinned = self._blocks_needed(request), self._tables.num_pinned
-        if needed > self._cache_config.num_blocks - num_pinned:
+        needed, num_withheld = self._blocks_needed(request), self._tables.num_withheld(request)
+        if needed > self._cache_config.num_blocks - num_withheld:
             raise RequestError(
                 "max_tokens",
                 f"{num_prompt} prompt tokens and max_tokens {max_tokens} may need {needed} blocks of "
                 f"{self._cache_config.block_size} tokens; the pool has {self._cache_config.num_blocks}"
-                + (f", of which {num_pinned} are pinned" if num_pinned else ""),
+                + (f", of which {num_withheld} are pinned" if num_withheld else ""),
             )
 
     def _check_queue(self, scope: bytes) -> None:

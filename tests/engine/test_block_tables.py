@@ -337,4 +337,4 @@ def test_a_pin_takes_whole_blocks_of_a_scope(tables: TableModel) -> None:
     tables.compute(tables.admit(PROMPT))
     assert tables.tables.pin("system", b"tenant", PROMPT, max_blocks=12) == 8
     assert tables.tables.pin("system", b"other", PROMPT, max_blocks=12) == 0
-    assert tables.tables.num_pinned == 0
+    assert tables.pool.stats().pinned == 0

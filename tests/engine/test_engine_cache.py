@@ -16,6 +16,7 @@ from engine.kv_cache import KvCache
 from engine.request import RequestStatus
 
 SYSTEM = list(range(100, 110))  # 2 full blocks of 4 tokens, and 2 tokens
+OTHER = list(range(200, 210))
 SCOPE = b"tenant"
 
 
@@ -60,6 +61,22 @@ def test_a_request_that_does_not_fit_beside_what_is_pinned_is_refused_at_once(ma
     request = harness.submit(make_request(range(40), max_tokens=2))
     harness.run()
     assert harness.outputs[request.request_id] == expected_output(range(40), 2)
+
+
+def test_a_request_fits_beside_the_pinned_blocks_that_it_begins_with(make_engine: HarnessFactory) -> None:
+    harness = make_engine(num_blocks=12)
+    for prompt in (SYSTEM, OTHER):
+        harness.submit(make_request(prompt, max_tokens=1))
+        harness.run()
+    harness.engine.pin("system", SCOPE, SYSTEM)
+    whole_pool = harness.submit(make_request([*SYSTEM, *range(28)], max_tokens=11))
+    assert harness.engine.pin("system", SCOPE, SYSTEM) == 8
+    with pytest.raises(PinLimit, match="at most 0"):
+        harness.engine.pin("more", SCOPE, OTHER)
+    harness.run()
+    assert harness.outputs[whole_pool.request_id] == expected_output([*SYSTEM, *range(28)], 11)
+    with pytest.raises(RequestError, match="the pool has 12, of which 1 are pinned"):
+        harness.submit(make_request(SYSTEM[:8], max_tokens=41))  # writes its last block before it can share that
 
 
 def test_nothing_is_pinned_that_an_accepted_request_needs(make_engine: HarnessFactory) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
@@ -15,7 +16,7 @@ from typing import Any, TypedDict
 from engine.block_hash import pack_tokens, unpack_tokens
 from engine.errors import ConfigError, RequestError
 from engine.priority import check_priority
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from kvrelay import _wire
 from kvrelay.types import Messages
 from kvrelay.v1 import router_pb2
@@ -193,29 +194,34 @@ def _sampling_value(name: str, value: Any) -> Any:
     if value is None and name in _MAY_BE_NONE:
         return None
     if name in _INTEGERS and (isinstance(value, bool) or not isinstance(value, Integral)):
-        raise RequestError(name, f"must be an integer, got {value!r}")
+        raise RequestError(name, f"must be an integer, got {reprlib.repr(value)}")
     if name in _NUMBERS and not _is_number(value):
-        raise RequestError(name, f"must be a number, got {value!r}")
+        raise RequestError(name, f"must be a number, got {reprlib.repr(value)}")
     if name == "ignore_eos" and not isinstance(value, bool):
-        raise RequestError(name, f"must be True or False, got {value!r}")
+        raise RequestError(name, f"must be True or False, got {reprlib.repr(value)}")
     if name == "stop":
         return _stop_strings(value)
     if name == "stop_token_ids":
-        return check_token_ids(name, value)
+        return check_token_ids(name, value, MAX_STOP_TOKEN_IDS)
     return value
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
     values = (value,) if isinstance(value, str) else value
+    if isinstance(values, Sequence) and len(values) > MAX_STOP_STRINGS:
+        raise RequestError("stop", f"at most {MAX_STOP_STRINGS} stop strings, got {len(values)}")
     if not isinstance(values, Sequence) or not all(isinstance(text, str) for text in values):
-        raise RequestError("stop", f"must be a string or a list of strings, got {value!r}")
+        raise RequestError("stop", f"must be a string or a list of strings, got {reprlib.repr(value)}")
     return tuple(values)
 
 
-def check_token_ids(name: str, value: Any) -> tuple[int, ...]:
+def check_token_ids(name: str, value: Any, limit: int) -> tuple[int, ...]:
+    """At most `limit` integers; of a longer list none is looked at."""
+    if isinstance(value, Sequence) and len(value) > limit:
+        raise RequestError(name, f"at most {limit}, got {len(value)}")
     whole = isinstance(value, Sequence) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in value)
     if not whole:
-        raise RequestError(name, f"must be a list of integers, got {value!r}")
+        raise RequestError(name, f"must be a list of integers, got {reprlib.repr(value)}")
     return tuple(int(i) for i in value)
 
 

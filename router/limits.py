@@ -37,7 +37,7 @@ class TokenBucket:
 
 
 class TenantLimits:
-    """Invariant: a tenant's count is the sum of `num_outputs` of its `admit` blocks that run."""
+    """Invariant: a tenant's count is the sum of `num_outputs` of its `admit` and `hold` blocks that run."""
 
     def __init__(self) -> None:
         self._running: Counter[str] = Counter()
@@ -46,16 +46,22 @@ class TenantLimits:
     @contextmanager
     def admit(self, tenant: Tenant, num_outputs: int, now: float) -> Iterator[None]:
         """Raises `RateLimited` with the time to wait, or `RequestError` if the call can never be let in."""
+        with self.hold(tenant, num_outputs):
+            wait_s = self._bucket_wait_s(tenant, now)
+            if wait_s > 0:
+                raise RateLimited(
+                    f"tenant {tenant.name!r} has used its {tenant.tokens_per_minute} tokens per minute", wait_s
+                )
+            yield
+
+    @contextmanager
+    def hold(self, tenant: Tenant, num_outputs: int) -> Iterator[None]:
+        """`admit` for what makes no tokens: limited at once, and not by the minute."""
         limit = tenant.max_concurrent_requests
         if limit is not None and num_outputs > limit:
             raise RequestError("n", f"at most {limit} outputs at once for tenant {tenant.name!r}, got {num_outputs}")
         if limit is not None and self._running[tenant.name] + num_outputs > limit:
             raise RateLimited(f"tenant {tenant.name!r} may have {limit} outputs at once; try again when one is done")
-        wait_s = self._bucket_wait_s(tenant, now)
-        if wait_s > 0:
-            raise RateLimited(
-                f"tenant {tenant.name!r} has used its {tenant.tokens_per_minute} tokens per minute", wait_s
-            )
         self._running[tenant.name] += num_outputs
         try:
             yield

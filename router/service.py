@@ -56,9 +56,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: _Context) -> router_pb2.TokenizeResponse:
         try:
-            self._tenant(context)
-            validate.check_model(request.model, self._model)
-            token_ids = await self._front.tokenize(request, context.time_remaining())
+            with self._front.limits.hold(self._tenant(context), 1):
+                validate.check_model(request.model, self._model)
+                token_ids = await self._front.tokenize(request, context.time_remaining())
             return router_pb2.TokenizeResponse(token_ids=token_ids)
         except EngineError as error:
             await self._abort(context, error)

@@ -1,27 +1,104 @@
-"""Request bodies: read within a limit and a time, and their fields read by type. Knows no endpoint."""
+"""Request bodies: read within limits and a time, and their fields read by type. Knows no endpoint."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 from aiohttp import web
 
-from engine.errors import DeadlineExceeded, RequestError
+from engine.errors import DeadlineExceeded, QueueFull, RequestError
 from router.validate import shortened
 
+MAX_TOTAL_BYTES = 64 * 1024 * 1024
+"""Of all bodies that are being read, or were read and are not yet a call; or one body, if that may be longer."""
+LARGE_BYTES = 256 * 1024
+"""Longer bodies are counted before they are parsed, away from the event loop and one at a time."""
+MAX_VALUES = 1024 * 1024
+"""In a large body, such as token ids. What follows bounds the interpreter's time for any body: it depends on these
+numbers far more than on bytes, and a thread that parses keeps the event loop waiting."""
+MAX_CONTAINERS = 16 * 1024
+"""Lists and objects: enough for the longest chat."""
+MAX_STRINGS = 64 * 1024
+"""Names of fields too."""
+ENCODINGS = ("identity", "gzip", "deflate")
 
-async def read_object(request: web.Request, limit: int, timeout_s: float) -> Fields:
-    """The JSON object in the body. A body that says to be over `limit` bytes is refused unread."""
-    if request.content_length is not None and request.content_length > limit:
-        raise web.HTTPRequestEntityTooLarge(limit, request.content_length)
-    try:
-        async with asyncio.timeout(timeout_s):
-            data = await request.read()
-    except TimeoutError:
-        raise DeadlineExceeded(f"the request's body did not arrive within {timeout_s:g} s") from None
+
+class BodyReader:
+    """Owns the bytes of the bodies that are in flight.
+
+    Invariant: `_in_flight` is what the `read` blocks that run have taken in.
+    """
+
+    def __init__(self, max_body_bytes: int, timeout_s: float) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._max_total = max(MAX_TOTAL_BYTES, max_body_bytes)
+        self._timeout_s = timeout_s
+        self._in_flight = 0
+        self._parsing = asyncio.Lock()
+
+    @asynccontextmanager
+    async def read(self, request: web.Request, limit: int | None = None) -> AsyncIterator[Fields]:
+        """The JSON object in the body, for use inside the block. A body that says to be over the limit, in bytes, is
+        refused unread. Raises `QueueFull` if too much is in flight."""
+        limit = self._max_body_bytes if limit is None else min(limit, self._max_body_bytes)
+        if request.content_length is not None and request.content_length > limit:
+            raise web.HTTPRequestEntityTooLarge(limit, request.content_length)
+        encoding = request.headers.get("Content-Encoding", "identity").lower()
+        if encoding not in ENCODINGS:
+            raise RequestError("Content-Encoding", f"must be one of {', '.join(ENCODINGS)}, got {shortened(encoding)}")
+        data = bytearray()
+        try:
+            await self._receive(request, data, limit)
+            yield await self._parse(bytes(data))
+        finally:
+            self._in_flight -= len(data)
+
+    async def _receive(self, request: web.Request, data: bytearray, limit: int) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while chunk := await request.content.readany():
+                    if len(data) + len(chunk) > limit:
+                        raise web.HTTPRequestEntityTooLarge(limit, len(data) + len(chunk))
+                    if self._in_flight + len(chunk) > self._max_total:
+                        raise QueueFull(f"the bodies in flight may be {self._max_total} bytes; try again later")
+                    self._in_flight += len(chunk)
+                    data += chunk
+        except TimeoutError:
+            raise DeadlineExceeded(f"the request's body did not arrive within {self._timeout_s:g} s") from None
+        except web.RequestPayloadError:
+            raise RequestError("body", "is not encoded as its Content-Encoding or Transfer-Encoding says") from None
+
+    async def _parse(self, data: bytes) -> Fields:
+        if len(data) <= LARGE_BYTES:
+            return parse_object(data)
+        async with self._parsing:
+            return await asyncio.to_thread(_parse_large, data)
+
+
+def _parse_large(data: bytes) -> Fields:
+    check_counts(data)
+    return parse_object(data)
+
+
+def check_counts(data: bytes) -> None:
+    """Raises `RequestError` if JSON `data` holds more than any request needs. In time linear in its length."""
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    _at_most("strings", plain.count(b'"') // 2, MAX_STRINGS)
+    structure = b"".join(plain.split(b'"')[::2])
+    _at_most("lists and objects", structure.count(b"[") + structure.count(b"{"), MAX_CONTAINERS)
+    _at_most("values", structure.count(b","), MAX_VALUES)
+
+
+def _at_most(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise RequestError("body", f"at most {limit} {what}, got {count}")
+
+
+def parse_object(data: bytes) -> Fields:
     try:
         value = json.loads(data, parse_constant=_no_constant)
     except RecursionError:
@@ -72,10 +149,12 @@ class Fields:
             self._refuse(name, "an object", value)
         return Fields(value, f"{self.name_of(name)}.")
 
-    def nested_list(self, name: str) -> list[Fields]:
+    def nested_list(self, name: str, limit: int) -> list[Fields]:
         value = self._values.get(name)
         if not isinstance(value, list):
             self._refuse(name, "a list of objects", value)
+        if len(value) > limit:
+            raise RequestError(self.name_of(name), f"at most {limit}, got {len(value)}")
         fields = []
         for number, entry in enumerate(value):
             where = f"{name}[{number}]"

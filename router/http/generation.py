@@ -16,10 +16,12 @@ from kvrelay import _request
 from kvrelay._request import GenerateOptions
 from kvrelay.v1 import router_pb2
 from router.http.bodies import Fields, kind_of
-from router.validate import shortened
+from router.validate import MAX_CHAT_MESSAGES
 
 MAX_PROMPTS = 64
 """In one call of /v1/completions."""
+MAX_TEXT_PARTS = MAX_CHAT_MESSAGES
+"""Of all messages of a chat."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's. A chat without a limit takes what fits."""
 
@@ -240,12 +242,17 @@ def _fitting(field: str, token_ids: Any, max_model_len: int) -> Any:
 
 def read_messages(body: Fields) -> list[dict[str, str]]:
     """A conversation, as `kvrelay` takes it."""
-    messages = []
-    for message in body.nested_list("messages"):
+    messages, num_parts = [], 0
+    for message in body.nested_list("messages", MAX_CHAT_MESSAGES):
         role = message.text("role")
         for name in ("tool_calls", "function_call", "audio"):
             if message.get(name):
                 raise RequestError(message.name_of(name), "is not supported")
+        content = message.get("content")
+        if isinstance(content, list):
+            num_parts += len(content)
+            if num_parts > MAX_TEXT_PARTS:
+                raise RequestError("messages", f"at most {MAX_TEXT_PARTS} text parts, got {num_parts} or more")
         messages.append({"role": _ROLES.get(role, role), "content": _content(message)})
     return messages
 
@@ -260,7 +267,7 @@ def _content(message: Fields) -> str:
             message.name_of("content"), f"must be a string or a list of text parts, got {kind_of(content)}"
         )
     texts = []
-    for part in message.nested_list("content"):
+    for part in message.nested_list("content", MAX_TEXT_PARTS):
         if part.get("type") != "text":
             raise RequestError(part.name_of("type"), f"must be 'text', got {kind_of(part.get('type'))}")
         texts.append(part.text("text"))
@@ -273,4 +280,4 @@ def _refuse_unsupported(body: Fields, api: Api) -> None:
         if name == "best_of" and value == body.get("n"):
             continue
         if value is not None and value not in neutral:
-            raise RequestError(name, f"is not supported, got {shortened(str(value))}")
+            raise RequestError(name, f"is not supported, got {kind_of(value)}")

@@ -21,7 +21,7 @@ from router.client_stream import Emit
 from router.config import RouterConfig
 from router.front_door import FrontDoor
 from router.http import generation
-from router.http.bodies import Fields, kind_of, read_object
+from router.http.bodies import BodyReader, Fields, kind_of
 from router.http.errors import error_body, error_response
 from router.http.generation import Api, CallLimits, GenerationCall
 from router.http.shapes import Answer
@@ -35,6 +35,8 @@ REQUEST_ID = "X-Request-Id"
 TIMEOUT = "X-Request-Timeout"
 TENANT = web.RequestKey("tenant", Tenant)
 """Of a request, once it is known who sent it."""
+TOKEN_ID_BYTES, OTHER_BYTES = 16, 4096
+"""In a body that is token ids: of each of them, and of what there is beside them."""
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Answered to anybody: for probes and scrapers. They name workers, and no tenant."""
 
@@ -53,6 +55,7 @@ class Routes:
         self._registry = registry
         self._front = front
         self._metrics = router_metrics
+        self._bodies = BodyReader(config.max_request_bytes, config.body_timeout_s)
         self._since = int(time.time())
 
     def add_to(self, app: web.Application) -> None:
@@ -80,16 +83,10 @@ class Routes:
         return web.json_response(self._card())
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        body = await self._body(request)
-        for name in ("add_special_tokens", "add_generation_prompt"):
-            if not body.flag(name, default=True):
-                raise RequestError(name, "false is not supported")
-        validate.check_model(body.text("model"), self._model)
-        if body.get("messages") is not None:
-            message = _request.build_tokenize(None, generation.read_messages(body), "")
-        else:
-            message = _request.build_tokenize(body.text("prompt"), None, "")
-        token_ids = unpack_tokens(await self._front.tokenize(message, _timeout_s(request)))
+        with self._front.limits.hold(request[TENANT], 1):
+            async with self._bodies.read(request) as body:
+                message = self._to_tokenize(body)
+            token_ids = unpack_tokens(await self._front.tokenize(message, _timeout_s(request)))
         return web.json_response(
             {
                 "count": len(token_ids),
@@ -100,11 +97,11 @@ class Routes:
         )
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        body = await self._body(request)
-        validate.check_model(body.text("model"), self._model)
-        token_ids = _request.check_token_ids("tokens", body.get("tokens"))
-        if len(token_ids) > self._model.max_model_len:
-            raise RequestError("tokens", f"at most {self._model.max_model_len}, got {len(token_ids)}")
+        longest = self._model.max_model_len
+        with self._front.limits.hold(request[TENANT], 1):
+            async with self._bodies.read(request, OTHER_BYTES + TOKEN_ID_BYTES * longest) as body:
+                validate.check_model(body.text("model"), self._model)
+                token_ids = _request.check_token_ids("tokens", body.get("tokens"), longest)
         validate.check_token_ids("tokens", token_ids, self._model)
         return web.json_response({"prompt": self._model.tokenizer.decode(token_ids, skip_special_tokens=False)})
 
@@ -131,19 +128,21 @@ class Routes:
             "max_model_len": self._model.max_model_len,
         }
 
-    async def _body(self, request: web.Request) -> Fields:
-        return await read_object(request, self._config.max_request_bytes, self._config.body_timeout_s)
+    def _to_tokenize(self, body: Fields) -> router_pb2.TokenizeRequest:
+        for name in ("add_special_tokens", "add_generation_prompt"):
+            if not body.flag(name, default=True):
+                raise RequestError(name, "false is not supported")
+        validate.check_model(body.text("model"), self._model)
+        if body.get("messages") is not None:
+            return _request.build_tokenize(None, generation.read_messages(body), "")
+        return _request.build_tokenize(body.text("prompt"), None, "")
 
     async def _generate(self, request: web.Request, api: Api) -> web.StreamResponse:
         tenant = request[TENANT]
-        body = await self._body(request)
         request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
-        names = generation.names_of(api, body)
+        names: dict[str, str] = {}
         try:
-            timeout_s = _timeout_s(request)
-            read = generation.read_chat if api == "chat" else generation.read_completions
-            call = read(body, request_id, timeout_s, self._limits(tenant))
-            model = body.text("model") or self._model.name
+            call, model = await self._read_call(request, request_id, api, names)
             answer = Answer(call, self._model.tokenizer, request_id, model, int(time.time()))
             headers = {REQUEST_ID: request_id}
             if call.stream:
@@ -152,6 +151,16 @@ class Routes:
             return web.json_response(answer.whole(await self._collect(tenant, call)), headers=headers)
         except EngineError as error:
             return error_response(error, self._config.retry_after_s, names)
+
+    async def _read_call(
+        self, request: web.Request, request_id: str, api: Api, names: dict[str, str]
+    ) -> tuple[GenerationCall, str]:
+        """The call, and what its client calls the model; nothing of the body is kept. Fills `names`, for errors."""
+        read = generation.read_chat if api == "chat" else generation.read_completions
+        async with self._bodies.read(request) as body:
+            names |= generation.names_of(api, body)
+            call = read(body, request_id, _timeout_s(request), self._limits(request[TENANT]))
+            return call, body.text("model") or self._model.name
 
     def _limits(self, tenant: Tenant) -> CallLimits:
         return CallLimits(

@@ -114,7 +114,10 @@ class DecodeWorker:
         return self._core.parts.timings
 
     async def load(self) -> worker_pb2.Load:
-        return await self._core.load()
+        load = await self._core.load()
+        for reason, count in self._receiver.stats().links_refused.items():
+            load.errors[f"LinkRefused: {reason}"] += count
+        return load
 
     async def check_integrity(self) -> None:
         """Re-derive the invariants of engine and reservation table."""

@@ -121,10 +121,10 @@ class FrameSocket:
                 for level, kind, content in ancillary:
                     if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                         fds.extend(array("i", content[: len(content) // 4 * 4]))
+                if len(fds) > 1:  # looked at while they come: whoever sends one with each byte fills our table else
+                    raise ProtocolError("more than one file descriptor came with a frame")
                 self._buffer[self._end : self._end + len(data)] = data
                 self._arrived(len(data))
-            if len(fds) > 1:
-                raise ProtocolError(f"{len(fds)} file descriptors came with one frame")
         except (LinkClosed, ProtocolError, OSError) as error:
             for fd in fds:
                 os.close(fd)

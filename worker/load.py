@@ -25,6 +25,7 @@ class LoadReporter:
         self._step_loop = step_loop
         self._stats = stats
         self._process = psutil.Process()
+        self._resident_bytes = 0
 
     async def report(self) -> worker_pb2.Load:
         """The engine's state between two steps. If the running step takes longer than `STATS_TIMEOUT_S`, the last one
@@ -47,6 +48,12 @@ class LoadReporter:
             blocks_quarantined=blocks.quarantined,
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_step_ms=stats.decode_step_ms,
-            resident_bytes=self._process.memory_info().rss,
+            resident_bytes=self._resident(),
             errors=self.errors,
         )
+
+    def _resident(self) -> int:
+        """As last known, where the system does not tell: a process without free file descriptors still has a load."""
+        with suppress(OSError, psutil.Error):
+            self._resident_bytes = self._process.memory_info().rss
+        return self._resident_bytes

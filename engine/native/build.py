@@ -1,7 +1,8 @@
 """Compiles source files of this folder into shared libraries, once for each machine and content.
 
 A library's name holds the digest of all that it was made from, so a cache never gives a stale one, and a process that
-has it needs no compiler. Processes that start at once may all compile; each puts a complete file in place.
+has it needs no compiler. Its own digest lies beside it, so that a damaged one is made again. Processes that start at
+once may all compile; each puts a complete file in place.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def load(
     """
     text = FOLDER / source
     library = cache / _name(text, [FOLDER / name for name in includes], flags)
-    if not library.exists():
+    if not _is_whole(library):
         _compile(text, library, _find(compilers), flags, timeout_s)
     _check_owner(library)
     try:
@@ -86,9 +87,26 @@ def _compile(source: Path, library: Path, compiler: str, flags: Sequence[str], t
     os.close(handle)
     try:
         _run([compiler, *flags, "-o", unfinished, str(source)], timeout_s)
+        _digest_file(library).write_text(_digest(Path(unfinished)))
         os.replace(unfinished, library)
     finally:
         Path(unfinished).unlink(missing_ok=True)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it is what was compiled. Loading a damaged one would end the process, without a word."""
+    try:
+        return _digest_file(library).read_text() == _digest(library)
+    except OSError:
+        return False
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _digest(library: Path) -> str:
+    return sha256(library.read_bytes()).hexdigest()
 
 
 def _run(command: Sequence[str], timeout_s: float) -> None:

@@ -164,12 +164,25 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(ends: Ends) -> None:
     with open(os.devnull) as file:
         before = open_descriptors()
         many = array("i", [file.fileno()] * 4)
+        peer.sendmsg([FRAME], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, many)])
+        assert connection.receive() == Abort(ticket_id="t")
         peer.sendmsg([FRAME[:3]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, many)])
         peer.sendmsg([FRAME[3:]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, many)])
 
-        with pytest.raises(ProtocolError, match="file descriptors"):
+        with pytest.raises(ProtocolError, match="file descriptor"):
             connection.receive_with_fd()
+        assert open_descriptors() == before
 
-        peer.sendmsg([FRAME], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, many)])
-        assert connection.receive() == Abort(ticket_id="t")
+
+def test_descriptors_are_counted_before_their_frame_is_complete(ends: Ends) -> None:
+    connection, peer = ends
+    with open(os.devnull) as file:
+        before = open_descriptors()
+        for start in range(3):
+            peer.sendmsg(
+                [FRAME[start : start + 1]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [file.fileno()]))]
+            )
+
+        with pytest.raises(ProtocolError, match="more than one file descriptor"):
+            connection.receive_with_fd()
         assert open_descriptors() == before

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from roles import make_parts
 
@@ -38,6 +40,20 @@ async def test_a_report_says_what_the_engine_has_now(engine: Engine, step_loop: 
     assert (load.blocks_free, load.blocks_owned, load.running, load.waiting) == (32, 0, 0, 0)
     assert load.errors == {"NoFreeBlocks": 2}
     assert load.resident_bytes > 0
+
+
+async def test_a_process_without_free_descriptors_still_has_a_load(
+    engine: Engine, step_loop: StepLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter = LoadReporter(step_loop, engine.stats())
+    known = (await reporter.report()).resident_bytes
+
+    def no_descriptor(self: psutil.Process) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(psutil.Process, "memory_info", no_descriptor)
+
+    assert (await reporter.report()).resident_bytes == known
 
 
 async def test_while_a_step_takes_long_the_last_known_state_is_reported_and_after_it_the_new_one(

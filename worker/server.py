@@ -12,7 +12,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -33,6 +33,8 @@ MAX_REQUEST_ID_CHARS = 256
 LAST_WORD_TIMEOUT_S = 5.0
 """For the ends of all sessions, at a stop."""
 
+MAX_WATCHES = 16
+"""Of the health; at once."""
 _SERVICE = "kvrelay.v1.Worker"
 _Context = grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
@@ -47,6 +49,23 @@ _OPTIONS = [
 ]
 
 
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]
+    """Whoever can connect may watch, so watches are few: else they would take the places of sessions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watches = 0
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if self._watches >= MAX_WATCHES:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHES} watch the health already")
+        self._watches += 1
+        try:
+            await super().Watch(request, context)
+        finally:
+            self._watches -= 1
+
+
 class WorkerServer:
     """Serves one role to any number of routers, and the standard health service."""
 
@@ -56,12 +75,12 @@ class WorkerServer:
         self._sessions: set[Session] = set()
         self._streams: set[asyncio.Task[None]] = set()
         """Each serves one session, until its last word is on its way."""
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> str:
         """Serve; returns the address. Raises `ConfigError` naming the port if it is taken; nothing stays open then."""
-        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=2 * self._config.max_sessions)
+        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=2 * self._config.max_sessions + MAX_WATCHES)
         worker_pb2_grpc.add_WorkerServicer_to_server(_Servicer(self), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         wanted = f"{self._config.host}:{self._config.port}"

@@ -17,7 +17,7 @@ from kvrelay._wire import PROTOCOL_VERSION, SESSION_TOKEN_KEY
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from worker.block_feed import BlockFeed
 from worker.config import WorkerConfig
-from worker.server import WorkerServer
+from worker.server import MAX_WATCHES, WorkerServer
 from worker.session import MalformedRequest, Session
 
 Stream = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
@@ -351,6 +351,20 @@ async def test_a_port_in_use_is_named(role: RecordingRole) -> None:
         await WorkerServer(role, config(port=port)).start()
 
     await first.stop(0.0)
+
+
+async def test_watches_of_the_health_take_no_place_of_a_router(role: RecordingRole) -> None:
+    async with serving(role, max_sessions=1) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch
+        watches = [watch(health_pb2.HealthCheckRequest(service="kvrelay.v1.Worker")) for _ in range(MAX_WATCHES)]
+        for one in watches:
+            await one.read()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await watch(health_pb2.HealthCheckRequest(service="kvrelay.v1.Worker")).read()
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await open_session(channel)
+        for one in watches:
+            one.cancel()
 
 
 async def test_the_health_service_answers(role: RecordingRole) -> None:

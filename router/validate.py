@@ -39,11 +39,15 @@ def request_id_of(message: router_pb2.GenerateRequest) -> str:
     request_id: str = message.request_id
     if not request_id:
         return uuid.uuid4().hex
+    check_request_id(request_id)
+    return request_id
+
+
+def check_request_id(request_id: str) -> None:
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         raise RequestError("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters, got {len(request_id)}")
     if not (request_id.isascii() and request_id.isprintable()):
         raise RequestError("request_id", f"must be printable ASCII, got {shortened(request_id)}")
-    return request_id
 
 
 def check_n(message: router_pb2.GenerateRequest, limit: int) -> None:

@@ -32,6 +32,8 @@ from router.shedding import allowance
 from router.tenants import Tenant
 
 REQUEST_ID = "X-Request-Id"
+ANSWERED_AS = web.RequestKey("request_id", str)
+"""What `REQUEST_ID` of the answer is."""
 TIMEOUT = "X-Request-Timeout"
 TENANT = web.RequestKey("tenant", Tenant)
 """Of a request, once it is known who sent it."""
@@ -139,16 +141,15 @@ class Routes:
 
     async def _generate(self, request: web.Request, api: Api) -> web.StreamResponse:
         tenant = request[TENANT]
-        request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+        request_id = request.headers.get(REQUEST_ID) or request_id_of(request)
         names: dict[str, str] = {}
         try:
             call, model = await self._read_call(request, request_id, api, names)
             answer = Answer(call, self._model.tokenizer, request_id, model, int(time.time()))
-            headers = {REQUEST_ID: request_id}
             if call.stream:
-                stream = EventStream(request, headers, self._config.last_word_s)
+                stream = EventStream(request, self._config.last_word_s)
                 return await self._stream(tenant, call, answer, stream, names)
-            return web.json_response(answer.whole(await self._collect(tenant, call)), headers=headers)
+            return web.json_response(answer.whole(await self._collect(tenant, call)))
         except EngineError as error:
             return error_response(error, self._config.retry_after_s, names)
 
@@ -202,6 +203,18 @@ class Routes:
                 raise
             await stream.fail(error_body(error, names))
         return stream.response
+
+
+def request_id_of(request: web.Request) -> str:
+    """Of an answer, whatever it is: the client's, if that can be one, or a new one. Always the same for one request."""
+    if ANSWERED_AS not in request:
+        request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+        try:
+            validate.check_request_id(request_id)
+        except RequestError:
+            request_id = uuid.uuid4().hex
+        request[ANSWERED_AS] = request_id
+    return request[ANSWERED_AS]
 
 
 def _chunks(answer: Answer, stream: EventStream, prompt: int, usages: list[Usage]) -> Emit:

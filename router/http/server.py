@@ -12,7 +12,7 @@ from aiohttp import web
 from engine.errors import ConfigError, EngineError
 from router.config import RouterConfig
 from router.http.errors import error_response, fault_response, http_error_response
-from router.http.routes import OPEN_PATHS, TENANT, Routes
+from router.http.routes import OPEN_PATHS, REQUEST_ID, TENANT, Routes, request_id_of
 from router.metrics import RouterMetrics
 from router.tenants import Tenants
 
@@ -41,6 +41,7 @@ class HttpServer:
         """Connections that have brought no request yet, and when their time is over."""
         self._listener: asyncio.Server | None = None
         app = web.Application(middlewares=[self._answer_errors], client_max_size=config.max_request_bytes)
+        app.on_response_prepare.append(_add_headers)
         routes.add_to(app)
         self._runner = web.AppRunner(
             app,
@@ -121,3 +122,9 @@ class HttpServer:
         except Exception:  # edge: a fault of ours must be an answer, not a closed connection
             logger.exception("%s %s", request.method, request.path)
             return fault_response()
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """To every answer, those of refusals and streams too."""
+    response.headers[REQUEST_ID] = request_id_of(request)
+    response.headers["Server"] = "kvrelay"  # aiohttp's own would tell its version

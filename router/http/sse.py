@@ -24,11 +24,11 @@ class EventStream:
     A write waits while the client does not read. Several tasks may write.
     """
 
-    def __init__(self, request: web.Request, headers: dict[str, str], last_word_s: float) -> None:
+    def __init__(self, request: web.Request, last_word_s: float) -> None:
         """`last_word_s` is for the client to take the end of the stream; then its connection is cut."""
         self._request = request
         self._last_word_s = last_word_s
-        self.response = web.StreamResponse(headers=HEADERS | headers)
+        self.response = web.StreamResponse(headers=HEADERS)
         self._beginning = asyncio.Lock()
 
     @property

@@ -120,6 +120,9 @@ async def test_outputs_at_once_are_limited_per_tenant(front: HttpFront) -> None:
     status, answer = await as_tenant(front, "acme")
     assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
     assert "2 outputs at once" in answer["error"]["message"]
+    async with client(front, "acme") as acme:
+        with pytest.raises(RateLimited, match="2 outputs at once"):
+            await acme.tokenize("Hi")
     front.prefill.release("prefill")
     assert (await first)[0] == 200
     assert (await as_tenant(front, "acme"))[0] == 200

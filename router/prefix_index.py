@@ -65,7 +65,8 @@ class IndexStats:
 
 class PrefixIndex:
     """Invariants, checked by `check_integrity`:
-      1. A bit of a slot that is neither alive nor dead is in no set; a key without any bit is in no table.
+      1. A bit of a slot that is neither alive nor dead is in no set, a speculative one included; a key without any bit
+         is in no table.
       2. `_num_keys` is the number of keys, and at most `_max_keys` after every call; each of the two tables of
          speculative keys has at most `_max_speculative`.
 
@@ -224,11 +225,18 @@ class PrefixIndex:
             self._num_keys -= before - len(shard)
         elif self._num_turns % PACK_EVERY == 0 and sys.getsizeof(shard) > _LOOSE_BYTES * len(shard) + 256:
             self._shards[number] = {key: holders for key, holders in shard.items()}  # noqa: C416  `dict` keeps the width
+        swept = 0
         for slot in list(self._sweep_left):
             self._sweep_left[slot] -= 1
             if not self._sweep_left[slot]:
                 del self._sweep_left[slot]
-                self._dead &= ~(1 << slot)
+                swept |= 1 << slot
+        if swept:  # whoever gets such a slot next was never asked for what is in these two
+            self._speculative, self._older = (
+                {key: left for key, holders in table.items() if (left := holders & ~swept)}
+                for table in (self._speculative, self._older)
+            )
+            self._dead &= ~swept
 
     def resident(self, slot: int) -> Iterator[int]:
         """All keys of a worker, speculation aside. O(keys): for tests and idle moments."""
@@ -260,6 +268,8 @@ class PrefixIndex:
                 assert holders, f"key {key:x} is held by nobody"
                 assert not holders & ~known, f"key {key:x} has bits of unknown slots"
                 assert key & _SHARD_MASK == number, f"key {key:x} is in the wrong table"
+        for table in (self._speculative, self._older):
+            assert all(holders and not holders & ~known for holders in table.values()), "speculation for unknown slots"
         assert self._num_keys == sum(map(len, self._shards)) <= self._max_keys
         assert max(len(self._speculative), len(self._older)) <= self._max_speculative
 

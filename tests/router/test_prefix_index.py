@@ -162,3 +162,13 @@ def test_tables_that_grew_wide_are_packed(index: PrefixIndex) -> None:
 def test_a_budget_without_room_for_the_tables_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least"):
         PrefixIndex(NUM_SHARDS * BYTES_PER_KEY - 1)
+
+
+def test_a_slot_that_is_given_again_has_nothing_of_what_was_expected_of_the_last_one(index: PrefixIndex) -> None:
+    gone = index.add_worker()
+    index.speculate(gone, keys_of(prefixes(path(3))), now=0.0)
+    index.drop_worker(gone)
+    sweep(index)
+
+    assert index.add_worker() == gone
+    assert lookup(index, path(3)) == []

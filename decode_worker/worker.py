@@ -115,7 +115,7 @@ class DecodeWorker:
 
     async def load(self) -> worker_pb2.Load:
         load = await self._core.load()
-        load.errors.update({f"LinkRefused: {why}": n for why, n in self._receiver.stats().links_refused.items()})
+        load.errors.update({f"LinkRefused: {why}": n for why, n in self._receiver.refusals().items()})
         return load
 
     async def check_integrity(self) -> None:

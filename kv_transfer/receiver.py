@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from engine.errors import ConfigError, DeadlineExceeded, LinkClosed
 from kv_transfer.digest import BlockCopier, PythonBlockCopier
+from kv_transfer.handshake import RefusalCode
 from kv_transfer.identity import GLOO, NCCL, SHM, TCP, LinkEndpoint, PeerIdentity, host_id
 from kv_transfer.link import LinkSettings, import_groups, keep_alive
 from kv_transfer.pool import KvPool
@@ -111,6 +112,11 @@ class KvReceiver:
         if self._endpoint is None:
             raise LinkClosed("the receiver was not started")
         return self._endpoint.encode()
+
+    def refusals(self) -> dict[str, int]:
+        """Links refused so far, by reason, but for those whose peer was only sent on to another transport."""
+        refused = self.counters.by_label("links_refused")
+        return {reason: n for reason, n in refused.items() if reason != RefusalCode.TRANSPORT}
 
     def stats(self) -> ReceiverStats:
         with self._lock:

@@ -196,6 +196,7 @@ def test_a_pool_that_its_owner_could_shrink_is_not_mapped_and_the_link_falls_bac
         assert prefill.sender.stats().fallbacks == 1
         decode.receiver.close(WAIT_S)
         assert decode.receiver.stats().links_refused == {"transport": 1}
+        assert decode.receiver.refusals() == {}
 
 
 def test_a_unix_socket_that_is_gone_falls_back_to_tcp(decode: DecodeSide) -> None:
@@ -287,6 +288,7 @@ def test_another_user_of_this_host_is_turned_away(decode: DecodeSide, monkeypatc
         assert prefill.listener.next() == Failed("t", HandshakeRefused)
         decode.receiver.close(WAIT_S)
         assert decode.receiver.stats().links_refused == {"identity": 1}
+        assert decode.receiver.refusals() == {"identity": 1}
 
 
 def test_a_refusal_does_not_overtake_what_was_adopted_before_it(decode: DecodeSide) -> None:

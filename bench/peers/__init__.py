@@ -51,7 +51,7 @@ PEERS = {
 
 
 def ask(name: str, script: str, arguments: Sequence[str] = (), timeout_s: float = 300.0) -> Any:
-    """What `script` of this folder prints as its last line, a JSON value, when the peer's Python runs it.
+    """The last line that `script` of this folder prints and that is a JSON value, when the peer's Python runs it.
 
     Raises `PeerMissing`. The script's process is gone when this returns.
     """
@@ -66,4 +66,9 @@ def ask(name: str, script: str, arguments: Sequence[str] = (), timeout_s: float 
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise PeerMissing(f"{name} ended with status {done.returncode}: {lines[-1][:200]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    for line in reversed(done.stdout.splitlines()):  # some say more while they end
+        try:
+            return json.loads(line)
+        except json.JSONDecodeError:
+            continue
+    raise PeerMissing(f"{name} gave no answer")

@@ -18,8 +18,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_peer_answers_with_its_last_line(installed: Path) -> None:
-    (installed / "say.py").write_text("import sys\nprint('hello')\nprint('[1, %s]' % sys.argv[1])\n")
+def test_a_peer_answers_with_the_last_line_that_is_json(installed: Path) -> None:
+    (installed / "say.py").write_text("import sys\nprint('hello')\nprint('[1, %s]' % sys.argv[1])\nprint('INFO bye')\n")
     assert peers.ask("echo", "say.py", ["2"]) == [1, 2]
 
 
@@ -38,3 +38,9 @@ def test_a_peer_that_hangs_is_given_up(installed: Path) -> None:
     (installed / "hang.py").write_text("import threading\nthreading.Event().wait()\n")
     with pytest.raises(peers.PeerMissing, match=r"did not end within 0\.5 s"):
         peers.ask("echo", "hang.py", timeout_s=0.5)
+
+
+def test_a_peer_that_gives_no_answer_is_no_figure(installed: Path) -> None:
+    (installed / "mute.py").write_text("print('INFO bye')\n")
+    with pytest.raises(peers.PeerMissing, match="echo gave no answer"):
+        peers.ask("echo", "mute.py")

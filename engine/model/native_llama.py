@@ -91,8 +91,7 @@ class NativeLlama:
         ]
         table_starts = np.cumsum([0, *map(len, tables)], dtype=np.int32)
         blocks = _int32([block for table in tables for block in table])
-        query_starts, context_lens = _int32(batch.query_starts), _int32(batch.context_lens)
-        sample_rows = _int32(batch.sample_rows)
+        query_starts, sample_rows = _int32(batch.query_starts), _int32(batch.sample_rows)
         self._check(batch, blocks, kv)
         logits = torch.empty(len(batch.sample_rows), -(-self.config.vocab_size // TILE) * TILE)
         parts = BatchParts(
@@ -103,7 +102,6 @@ class NativeLlama:
             token_ids=batch.token_ids.data_ptr(),
             positions=batch.positions.data_ptr(),
             query_starts=query_starts.ctypes.data,
-            context_lens=context_lens.ctypes.data,
             table_starts=table_starts.ctypes.data,
             tables=blocks.ctypes.data,
             sample_rows=sample_rows.ctypes.data,

@@ -36,7 +36,7 @@ struct AttentionShape {
 struct Batch {
   int32_t num_tokens, num_sequences, num_samples, block_size;
   const int64_t *token_ids, *positions;                         // [num_tokens]
-  const int32_t *query_starts, *context_lens, *table_starts;    // [num_sequences + 1], [num_sequences] twice
+  const int32_t *query_starts, *table_starts;                   // [num_sequences + 1], [num_sequences]
   const int32_t *tables;                                        // blocks of all sequences
   const int32_t *sample_rows;                                   // [num_samples]
   const float *rotation;                                        // [positions][head_dim]: cosines, then sines
@@ -60,8 +60,12 @@ struct Scratch {
 
 int log2(int power_of_two) { return __builtin_ctz(power_of_two); }
 
-// Elements of a layer's keys, or values.
-size_t part_size(const Model &m, const Batch &b) { return size_t(m.num_kv_heads) * b.block_size * m.head_dim; }
+Context context_of(const bf16 *pool, const int32_t *table, int num_layers, int layer, int num_kv_heads, int block_size,
+                   int head_dim) {
+  const size_t per_part = size_t(num_kv_heads) * block_size * head_dim;  // elements of a layer's keys, or values
+  return {pool, table, size_t(num_layers) * 2 * per_part, size_t(layer) * 2 * per_part,
+          (size_t(layer) * 2 + 1) * per_part, log2(block_size), head_dim};
+}
 
 bf16 *slot(const Model &m, const Batch &b, int layer, int part, int kv_head, int sequence, int position) {
   const int block = b.tables[b.table_starts[sequence] + position / b.block_size];
@@ -178,9 +182,9 @@ class Pass {
     for (int i = 0; i < num_items; i++) {
       const Item &item = s.items[i];
       const int first = b.query_starts[item.sequence] + item.first_query;
-      const size_t per_part = part_size(m, b), at = size_t(first) * heads_size;
-      const Context kv = {b.pool, b.tables + b.table_starts[item.sequence], size_t(m.num_layers) * 2 * per_part,
-                          size_t(l) * 2 * per_part, (size_t(l) * 2 + 1) * per_part, log2(b.block_size), m.head_dim};
+      const size_t at = size_t(first) * heads_size;
+      const Context kv = context_of(b.pool, b.tables + b.table_starts[item.sequence], m.num_layers, l, m.num_kv_heads,
+                                    b.block_size, m.head_dim);
       const Queries of = {&s.queries[at], &s.mixed[at], size_t(heads_size), item.num_queries, int(b.positions[first]),
                           item.first_head, item.last_head, group, 0, m.scale};
       attend(kv, of, s.attention[thread()]);
@@ -277,9 +281,8 @@ void kv_attention(const bf16 *q, bf16 *out, const bf16 *pool, const int32_t *tab
                   float scale) {
   AttentionScratch scratch;
   const size_t stride = size_t(of->num_heads) * of->head_dim;
-  const size_t per_part = size_t(of->num_kv_heads) * of->block_size * of->head_dim;
-  const Context kv = {pool, table, size_t(of->num_layers) * 2 * per_part, size_t(of->layer) * 2 * per_part,
-                      (size_t(of->layer) * 2 + 1) * per_part, log2(of->block_size), of->head_dim};
+  const Context kv =
+      context_of(pool, table, of->num_layers, of->layer, of->num_kv_heads, of->block_size, of->head_dim);
   for (int first = 0; first < of->num_queries; first += QUERIES) {
     const int count = std::min(QUERIES, of->num_queries - first), group = of->num_heads / of->num_kv_heads;
     const int position = of->context_len - of->num_queries + first;

@@ -60,7 +60,6 @@ class BatchParts(ctypes.Structure):
         ("token_ids", c_void_p),
         ("positions", c_void_p),
         ("query_starts", c_void_p),
-        ("context_lens", c_void_p),
         ("table_starts", c_void_p),
         ("tables", c_void_p),
         ("sample_rows", c_void_p),

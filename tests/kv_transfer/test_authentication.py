@@ -9,12 +9,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import kv_wire
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_links import (
-    LAYOUT,
-    NUM_BLOCKS,
     SETTINGS,
     WAIT_S,
     DecodeSide,
@@ -43,19 +42,7 @@ from kv_transfer.identity import LinkEndpoint
 KEY = ClusterKey(bytes(range(32)))
 OTHER_KEY = ClusterKey(bytes(32))
 KEYED = replace(SETTINGS, key=KEY)
-HELLO = Hello(
-    protocol=2,
-    oldest_protocol=1,
-    worker_id="prefill-0",
-    incarnation="1",
-    target_worker_id="decode-0",
-    target_incarnation="1",
-    fingerprint=identity("p").fingerprint,
-    layout=LAYOUT.to_wire(),
-    transport="tcp",
-    num_blocks=NUM_BLOCKS,
-    capabilities=(CAPABILITY,),
-)
+HELLO = replace(kv_wire.HELLO, capabilities=(CAPABILITY,))
 
 
 @pytest.fixture

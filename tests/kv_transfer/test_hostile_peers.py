@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
+import kv_wire
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,6 @@ from kv_links import (
     DecodeSide,
     Done,
     decode_side,
-    identity,
     in_time,
     only,
     outgoing,
@@ -32,23 +32,11 @@ from kv_links import (
 from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError, EngineError
 from engine.kv_layout import KvLayout
-from kv_transfer.frames import Block, Challenge, Hello, Meet, Proof, encode
+from kv_transfer.frames import Block, Challenge, Meet, Proof, encode
 from kv_transfer.identity import LinkEndpoint
 
 CROWD = 300
-HELLO = Hello(
-    protocol=2,
-    oldest_protocol=1,
-    worker_id="prefill-0",
-    incarnation="1",
-    target_worker_id="decode-0",
-    target_incarnation="1",
-    fingerprint=identity("p").fingerprint,
-    layout=LAYOUT.to_wire(),
-    transport="tcp",
-    num_blocks=NUM_BLOCKS,
-    capabilities=("hmac-sha256",),
-)
+HELLO = replace(kv_wire.HELLO, capabilities=("hmac-sha256",))
 KEYED = replace(SETTINGS, key=ClusterKey(bytes(range(32))), max_links=16)
 SAYINGS: list[Callable[[random.Random], bytes]] = [
     lambda rng: b"",

@@ -8,11 +8,11 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 
+import kv_wire
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_links import (
-    FINGERPRINT,
     LAYOUT,
     NUM_BLOCKS,
     SETTINGS,
@@ -52,19 +52,7 @@ from kv_transfer.frames import (
 from kv_transfer.identity import LinkEndpoint, PeerIdentity
 from kv_transfer.transport_shm import read_only
 
-HELLO = Hello(
-    protocol=2,
-    oldest_protocol=1,
-    worker_id="prefill-0",
-    incarnation="1",
-    target_worker_id="decode-0",
-    target_incarnation="1",
-    fingerprint=FINGERPRINT,
-    layout=LAYOUT.to_wire(),
-    transport="tcp",
-    num_blocks=NUM_BLOCKS,
-    capabilities=("from-2031",),
-)
+HELLO = replace(kv_wire.HELLO, capabilities=("from-2031",))
 
 
 @pytest.fixture

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kv_links import (
+    FINGERPRINT,
+    LAYOUT,
+    NUM_BLOCKS,
     SETTINGS,
     DecodeSide,
     FaultProxy,
@@ -24,8 +27,23 @@ from kv_links import (
     ticket,
 )
 
-from kv_transfer.frames import Blocks, Frame, encode
+from kv_transfer.frames import Blocks, Frame, Hello, encode
 from kv_transfer.link import LinkSettings
+
+HELLO = Hello(
+    protocol=2,
+    oldest_protocol=1,
+    worker_id="prefill-0",
+    incarnation="1",
+    target_worker_id="decode-0",
+    target_incarnation="1",
+    fingerprint=FINGERPRINT,
+    layout=LAYOUT.to_wire(),
+    transport="tcp",
+    num_blocks=NUM_BLOCKS,
+    capabilities=(),
+)
+"""As a sender says it that has nothing optional."""
 
 
 def with_entry(frame: Blocks, at: int = 0, **fields: Any) -> Blocks:

@@ -32,7 +32,7 @@ from cluster.config import default_model_dir
 from engine.batch import ForwardBatch
 from engine.kv_cache import KvCache
 from engine.kv_layout import KV_DTYPE_BYTES, KvLayout
-from engine.model.llama import Model
+from engine.model.decoder import Model
 from engine.model.registry import load_model
 from engine.model_store import resolve_model
 from engine.tokenizer import ChatMessage, Tokenizer

@@ -28,7 +28,7 @@ from engine.engine_stats import EngineStats
 from engine.errors import EngineError, InternalError, RequestError
 from engine.host_tier import HostStats, HostTier
 from engine.kv_cache import KvCache
-from engine.model.llama import Model
+from engine.model.decoder import Model
 from engine.model_runner import ModelRunner, check_model_fits_pool
 from engine.parallel_sampling import common_prefix
 from engine.request import FinishReason, Request, RequestKind, RequestStatus

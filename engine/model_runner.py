@@ -8,7 +8,7 @@ from engine.batch import ForwardBatch, ScheduledBatch
 from engine.config import CacheConfig
 from engine.errors import InternalError
 from engine.kv_cache import KvCache
-from engine.model.llama import Model
+from engine.model.decoder import Model
 
 
 class ModelRunner:

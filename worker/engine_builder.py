@@ -18,8 +18,8 @@ from engine.errors import ConfigError, EngineError, NativeUnavailable
 from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
 from engine.machine import memory_bytes
-from engine.model.llama import Model
-from engine.model.native_llama import obstacle
+from engine.model.decoder import Model
+from engine.model.native_decoder import obstacle
 from engine.model.registry import load_model
 from engine.model_config import load_model_config, model_fingerprint
 from engine.native.blocks import NativeBlockCopier, load_block_copier

@@ -8,8 +8,8 @@ import torch
 
 from engine.config import DTYPE_BYTES
 from engine.errors import ConfigError
-from engine.model.llama import LlamaModel, LlamaWeights, Model
-from engine.model.native_llama import NativeLlama
+from engine.model.decoder import DecoderModel, DecoderWeights, Model
+from engine.model.native_decoder import NativeModel
 from engine.model.weights import load_weights
 from engine.model_config import load_model_config
 from engine.native.decoder import NativeDecoder
@@ -17,7 +17,7 @@ from engine.native.decoder import NativeDecoder
 
 def load_model(folder: Path, dtype: str, decoder: NativeDecoder | None = None, num_threads: int = 1) -> Model:
     """The model in `folder` with weights and activations in `dtype`; by `decoder` where there is one, which the caller
-    has found able to (`native_llama.obstacle`).
+    has found able to (`native_decoder.obstacle`).
 
     Raises `ModelError` for an architecture that is not supported (it lists those that are) and for files that are
     missing or damaged, `ConfigError` for an unknown `dtype`.
@@ -25,8 +25,8 @@ def load_model(folder: Path, dtype: str, decoder: NativeDecoder | None = None, n
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {dtype!r}")
     config = load_model_config(folder)  # refuses what the one decoder we have cannot do
-    weights = LlamaWeights(config, getattr(torch, dtype))
+    weights = DecoderWeights(config, getattr(torch, dtype))
     load_weights(folder, weights.parts(), weights.ignored)
     if decoder is not None:
-        return NativeLlama(config, weights, decoder, num_threads)
-    return LlamaModel(config, weights)
+        return NativeModel(config, weights, decoder, num_threads)
+    return DecoderModel(config, weights)

@@ -1,7 +1,7 @@
 // One forward pass of a dense decoder with bfloat16 weights over paged bfloat16 KV, in one call.
 //
 // Called through ctypes, which lets go of the interpreter lock. Knows no Python and no torch. What a caller says was
-// checked on the other side (engine/model/native_llama.py).
+// checked on the other side (engine/model/native_decoder.py).
 #include <algorithm>
 #include <memory>
 #include <vector>

@@ -1,6 +1,6 @@
 """The whole forward pass of a dense decoder in native code: how it is built, and what its structures look like.
 
-`cpu_model.cpp` says what it computes; `engine.model.native_llama` is who calls it.
+`cpu_model.cpp` says what it computes; `engine.model.native_decoder` is who calls it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from engine.gguf_file import GgufFile
 from engine.gguf_import import import_gguf
 from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
-from engine.model.llama import Model
+from engine.model.decoder import Model
 from engine.model.registry import load_model
 from engine.model_config import load_model_config
 from engine.tokenizer import ChatMessage, Tokenizer

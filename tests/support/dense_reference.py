@@ -44,16 +44,22 @@ def dense_greedy(
     return token_ids[len(prompt) :]
 
 
-def dense_attention(q: Array, k: Array, v: Array, scale: float) -> Array:
+def dense_attention(
+    q: Array, k: Array, v: Array, scale: float, window: int | None = None, soft_cap: float | None = None
+) -> Array:
     """q [n, heads, dim] are the last n positions of k, v [T, kv_heads, dim]."""
     out = np.empty_like(q)
     first = len(k) - len(q)
     group = q.shape[1] // k.shape[1]
     for i in range(len(q)):
         for head in range(q.shape[1]):
-            scores = k[: first + i + 1, head // group] @ q[i, head] * scale
+            end = first + i + 1
+            seen = slice(0 if window is None else max(0, end - window), end)
+            scores = k[seen, head // group] @ q[i, head] * scale
+            if soft_cap is not None:
+                scores = soft_cap * np.tanh(scores / soft_cap)
             weights = np.exp(scores - scores.max())
-            out[i, head] = weights / weights.sum() @ v[: first + i + 1, head // group]
+            out[i, head] = weights / weights.sum() @ v[seen, head // group]
     return out
 
 

@@ -16,7 +16,7 @@ from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
-from engine.model.llama import LlamaModel, LlamaWeights, Model
+from engine.model.decoder import DecoderModel, DecoderWeights, Model
 
 Tensors = dict[str, npt.NDArray[np.float32]]
 
@@ -70,12 +70,14 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> Tensors:
     return tensors
 
 
-def model_of(config: ModelConfig, tensors: Mapping[str, npt.NDArray[np.float32]], dtype: str = "float32") -> LlamaModel:
-    return LlamaModel(config, weights_of(config, tensors, dtype))
+def model_of(
+    config: ModelConfig, tensors: Mapping[str, npt.NDArray[np.float32]], dtype: str = "float32"
+) -> DecoderModel:
+    return DecoderModel(config, weights_of(config, tensors, dtype))
 
 
-def weights_of(config: ModelConfig, tensors: Mapping[str, npt.NDArray[np.float32]], dtype: str) -> LlamaWeights:
-    weights = LlamaWeights(config, getattr(torch, dtype))
+def weights_of(config: ModelConfig, tensors: Mapping[str, npt.NDArray[np.float32]], dtype: str) -> DecoderWeights:
+    weights = DecoderWeights(config, getattr(torch, dtype))
     for name, part in weights.parts().items():
         part.copy_(torch.from_numpy(tensors[name]))
     return weights

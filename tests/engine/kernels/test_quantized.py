@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.kernels import quantized
 from engine.kernels.reference import paged_attention, store_kv
+from engine.kernels.scoring import Scoring
 from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
 
@@ -321,7 +322,7 @@ def test_attention_equals_the_dense_one_over_what_the_codes_say(dtype: str, leng
     written.write(kv, table.tolist(), [7, 20])
     q = torch.randn(min(length, 9), 6, HEAD_DIM, generator=torch.Generator().manual_seed(3))
 
-    result = paged_attention(q, kv.pool, LAYER, [table], [0, len(q)], [length], 0.5, kv.scales)
+    result = paged_attention(q, kv.pool, LAYER, [table], [0, len(q)], [length], Scoring(0.5), kv.scales)
 
     k, v = read(kv, table.tolist(), length).numpy()
     np.testing.assert_allclose(result.numpy(), dense_attention(q.double().numpy(), k, v, 0.5), rtol=0, atol=1e-5)

@@ -11,6 +11,7 @@ import torch
 from dense_reference import dense_attention
 
 from engine.kernels.reference import paged_attention, store_kv
+from engine.kernels.scoring import Scoring
 
 NUM_LAYERS, LAYER = 3, 1
 
@@ -27,10 +28,13 @@ class Case:
     keys: list[torch.Tensor]  # S of [context_len, kv_heads, head_dim]
     values: list[torch.Tensor]
 
-    def attend(self) -> torch.Tensor:
-        return paged_attention(
-            self.q, self.pool, LAYER, self.tables, self.query_starts, self.context_lens, self.q.shape[2] ** -0.5
-        )
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[2] ** -0.5)
+
+    def attend(self, *, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+        scoring = Scoring(self.scale, window, soft_cap)
+        return paged_attention(self.q, self.pool, LAYER, self.tables, self.query_starts, self.context_lens, scoring)
 
 
 def make_case(
@@ -67,7 +71,9 @@ def make_case(
     )
 
 
-def expected(case: Case) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def expected(
+    case: Case, window: int | None = None, soft_cap: float | None = None
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     starts = case.query_starts
     return np.concatenate(
         [
@@ -75,7 +81,9 @@ def expected(case: Case) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
                 case.q[starts[s] : starts[s + 1]].double().numpy(),
                 case.keys[s].double().numpy(),
                 case.values[s].double().numpy(),
-                case.q.shape[2] ** -0.5,
+                case.scale,
+                window,
+                soft_cap,
             )
             for s in range(len(case.tables))
         ]
@@ -123,7 +131,7 @@ def test_the_result_has_the_type_of_the_queries() -> None:
     case = make_case([40], [3])
     q = case.q.to(torch.bfloat16)
 
-    result = paged_attention(q, case.pool, LAYER, case.tables, case.query_starts, case.context_lens, 32**-0.5)
+    result = paged_attention(q, case.pool, LAYER, case.tables, case.query_starts, case.context_lens, Scoring(32**-0.5))
 
     assert result.dtype == torch.bfloat16
     np.testing.assert_allclose(result.float().numpy(), expected(case), rtol=0, atol=0.05)
@@ -134,8 +142,40 @@ def test_a_query_gives_the_same_bits_whatever_queries_come_with_it() -> None:
     all_at_once = case.attend()
 
     for first in (299, 298, 290, 250, 40):
-        last = paged_attention(case.q[first:], case.pool, LAYER, case.tables, [0, 300 - first], [300], 32**-0.5)
+        last = paged_attention(
+            case.q[first:], case.pool, LAYER, case.tables, [0, 300 - first], [300], Scoring(32**-0.5)
+        )
         assert torch.equal(last, all_at_once[first:])
+
+
+LENGTHS = ([300, 20, 129, 40], [90, 20, 1, 3])
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 128, 129, 1000])
+@pytest.mark.parametrize("block_size", [4, 16, 256])
+def test_a_window_hides_what_lies_before_it_and_its_blocks_may_be_gone(window: int, block_size: int) -> None:
+    case = make_case(*LENGTHS, block_size=block_size)
+    for table, length, queries in zip(case.tables, *LENGTHS, strict=True):
+        table[: max(0, length - queries + 1 - window) // block_size] = -1
+
+    np.testing.assert_allclose(case.attend(window=window).numpy(), expected(case, window), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 50, 150])
+def test_in_a_window_too_a_query_gives_the_same_bits_whatever_comes_with_it(window: int) -> None:
+    case = make_case([400], [400])
+    all_at_once = case.attend(window=window)
+
+    for first in (399, 390, 340, 130):
+        scoring = Scoring(case.scale, window)
+        last = paged_attention(case.q[first:], case.pool, LAYER, case.tables, [0, 400 - first], [400], scoring)
+        assert torch.equal(last, all_at_once[first:])
+
+
+def test_a_soft_cap_bends_the_scores() -> None:
+    case = make_case([60], [20])
+
+    np.testing.assert_allclose(case.attend(soft_cap=0.5).numpy(), expected(case, None, 0.5), rtol=0, atol=1e-5)
 
 
 def test_store_writes_its_slots_and_no_others() -> None:

@@ -1,6 +1,6 @@
 """The Llama decoder on this CPU's own instructions: one native call for each forward pass.
 
-The arithmetic is that of `engine.model.llama`, which is the oracle: weights and activations in bfloat16, sums and the
+The arithmetic is that of `engine.model.decoder`, which is the oracle: weights and activations in bfloat16, sums and the
 residual stream in float32. A token's result does not depend on the tokens, sequences or threads that come with it, to
 the last bit: the tokens of a request do not depend on how it was batched, chunked, handed over or resumed.
 """
@@ -19,8 +19,8 @@ from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.errors import InternalError
 from engine.kv_cache import KvCache
+from engine.model.decoder import DecoderWeights
 from engine.model.layers import inverse_frequencies
-from engine.model.llama import LlamaWeights
 from engine.native.decoder import MAX_HEAD_DIM, TILE, BatchParts, LayerParts, ModelParts, NativeDecoder
 
 _LANES = 16
@@ -43,10 +43,10 @@ def obstacle(config: ModelConfig, dtype: str, kv_dtype: str) -> str | None:
     return None
 
 
-class NativeLlama:
+class NativeModel:
     """A `Model`. Owns its packed weights; those that it was made from are not needed afterwards."""
 
-    def __init__(self, config: ModelConfig, weights: LlamaWeights, decoder: NativeDecoder, num_threads: int) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, decoder: NativeDecoder, num_threads: int) -> None:
         self.config = config
         self._decoder = decoder
         self._num_threads = num_threads

@@ -16,7 +16,7 @@ from tiny_llama import TINY, PagedRunner, Tensors, model_of, random_tensors, wei
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig, RopeScaling
 from engine.errors import InternalError
-from engine.model.native_llama import NativeLlama, obstacle
+from engine.model.native_decoder import NativeModel, obstacle
 from engine.model.registry import load_model
 from engine.native.decoder import NativeDecoder, load_decoder
 
@@ -40,7 +40,7 @@ def rounded(tensors: Tensors) -> Tensors:
 
 
 def runner(config: ModelConfig, decoder: NativeDecoder, *, num_threads: int = 1, block_size: int = 16) -> PagedRunner:
-    model = NativeLlama(config, weights_of(config, random_tensors(config), "bfloat16"), decoder, num_threads)
+    model = NativeModel(config, weights_of(config, random_tensors(config), "bfloat16"), decoder, num_threads)
     return PagedRunner(model, block_size=block_size, num_blocks=400, dtype="bfloat16")
 
 

@@ -1,4 +1,4 @@
-"""The Llama decoder: parameters under their Hugging Face names, and one forward pass over paged KV."""
+"""The decoder: parameters under their Hugging Face names, and one forward pass over paged KV."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.kernels import reference
+from engine.kernels.scoring import Scoring
 from engine.kv_cache import KvCache
 from engine.model.layers import inverse_frequencies, linear, rms_norm, rotate, rotation, silu_and_mul
 
@@ -32,7 +33,7 @@ class LayerWeights:
     down: torch.Tensor  # [hidden, intermediate]
 
 
-class LlamaWeights:
+class DecoderWeights:
     """Owns the parameters. Fused ones are one tensor of which the checkpoint's tensors are slices."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -106,14 +107,14 @@ class _Step:
     sin: torch.Tensor  # the same
 
 
-class LlamaModel:
+class DecoderModel:
     """Llama 2 and 3, SmolLM and others that differ from them by config alone."""
 
-    def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self.config = config
         self._weights = weights
         self._frequencies = inverse_frequencies(config)
-        self._scale = config.head_dim**-0.5
+        self._scoring = Scoring(config.head_dim**-0.5)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
@@ -156,7 +157,7 @@ class LlamaModel:
         q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
         reference.store_kv(k, v, kv.pool, index, step.slot_blocks, step.slot_offsets, kv.scales)
         mixed = reference.paged_attention(
-            q, kv.pool, index, step.block_tables, step.query_starts, step.context_lens, self._scale, kv.scales
+            q, kv.pool, index, step.block_tables, step.query_starts, step.context_lens, self._scoring, kv.scales
         )
         return linear(mixed.flatten(1).to(x.dtype), layer.attention_out)
 

@@ -22,8 +22,30 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearRopeScaling:
+    """Every position divided by `factor` (Hugging Face `rope_type: linear`)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalLayers:
+    """Layers whose attention looks back on a window only."""
+
+    window: int
+    """Tokens that a query sees, itself included."""
+    layers: tuple[int, ...]
+    """Ascending."""
+    rope_theta: float | None = None
+    """Base of their rotary embedding, which is then not scaled. None: they turn as the other layers do."""
+
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer of the Llama family."""
+    """A dense decoder-only transformer: sizes, and how its family differs from Llama, which the defaults describe."""
 
     vocab_size: int
     hidden_size: int
@@ -36,16 +58,50 @@ class ModelConfig:
     """Positions that the model was trained for; prompt and output together."""
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | LinearRopeScaling | None
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    qkv_bias: bool = False
+    """Queries, keys and values have a bias."""
+    qk_norm: bool = False
+    """Each head of queries and keys is normed before it is rotated."""
+    post_norms: bool = False
+    """What attention and MLP give is normed before it is added to the residual stream."""
+    norm_offset: float = 0.0
+    """Added to the weights of every norm: 1 where a checkpoint holds what they differ from 1."""
+    activation: str = "silu"
+    attention_scale: float | None = None
+    """Factor of the products of queries and keys; None: head_dim ** -0.5."""
+    scale_embedding: bool = False
+    """Embeddings are multiplied by hidden_size ** 0.5."""
+    final_soft_cap: float | None = None
+    """A logit x becomes cap * tanh(x / cap)."""
+    local: LocalLayers | None = None
+    """None: every layer sees the whole context."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+        if self.local is not None and self.local.window < 1:
+            raise ConfigError(f"sliding_window must be at least 1, got {self.local.window}")
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def shared_window(self) -> int | None:
+        return shared_window(self.local, self.num_layers)
+
+
+def shared_window(local: LocalLayers | None, num_layers: int) -> int | None:
+    """Tokens that a token looks back on in any layer, itself included; None: on all of them."""
+    return local.window if local is not None and len(local.layers) == num_layers else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,12 +184,12 @@ class Knobs:
         None,
         unit="tokens",
         low=1,
-        meaning="Tokens that attention looks back on, in every layer; blocks that left the window are given back. For "
-        "models that were trained with one.",
+        meaning="Tokens that attention looks back on, in every layer; blocks that left the window are given back. Not "
+        "set: as the model was trained.",
         too_high="Memory for tokens that the model was trained to ignore.",
         too_low="The model does not see what it was trained to see: worse answers.",
         works=(None,),
-        instead="no attention kernel has a window; left unset, attention sees the whole context",
+        instead="a model runs with the window that its config.json gives it; leave this unset",
     )
     tensor_parallel_size: int = _knob(
         1,

@@ -6,20 +6,19 @@ A model folder has Hugging Face's layout: `config.json`, `generation_config.json
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
-from engine.config import ModelConfig, RopeScaling
-from engine.errors import ConfigError, ModelError
+from engine.config import ModelConfig
+from engine.config_fields import Fields, read_json_object
+from engine.errors import ModelError
+from engine.model_families import model_config
 
-T = TypeVar("T")
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
 DIGEST_FILE = ".kvrelay-digest.json"
 
 
@@ -29,36 +28,8 @@ def load_model_config(folder: Path) -> ModelConfig:
     Raises `ModelError` that names the file and the field: missing, of the wrong type, or asking for something
     that the decoder does not do.
     """
-    fields = _Fields(folder / "config.json", read_json_object(folder / "config.json"))
-    architectures = fields.get("architectures", list, [])
-    if not any(name in SUPPORTED_ARCHITECTURES for name in architectures):
-        found = ", ".join(map(str, architectures)) or "none"
-        raise fields.error("architectures", f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}; found: {found}")
-    fields.refuse_unless("hidden_act", "silu")
-    fields.refuse_unless("attention_bias", False)
-    fields.refuse_unless("mlp_bias", False)
-    fields.refuse_unless("quantization_config", None)
-    hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
-    rope = _rope_fields(fields)
-    try:
-        return ModelConfig(
-            vocab_size=fields.positive("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=fields.positive("intermediate_size"),
-            num_layers=fields.positive("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=fields.positive("num_key_value_heads", num_heads),
-            head_dim=fields.positive("head_dim", hidden_size // num_heads),
-            max_model_len=fields.positive("max_position_embeddings"),
-            rms_norm_eps=fields.number("rms_norm_eps"),
-            rope_theta=rope.number("rope_theta", 10000.0),
-            rope_scaling=_rope_scaling(rope),
-            tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
-            eos_token_ids=read_eos_token_ids(folder),
-            bos_token_id=None if fields.values.get("bos_token_id") is None else fields.get("bos_token_id", int),
-        )
-    except ConfigError as error:
-        raise ModelError(f"{fields.path}: {error}") from error
+    path = folder / "config.json"
+    return model_config(Fields(path, read_json_object(path)), read_eos_token_ids(folder))
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -82,7 +53,7 @@ def model_fingerprint(folder: Path) -> bytes:
     of the weights the first time; then their digest lies in `.kvrelay-digest.json`, good for as long as names,
     sizes and times of change stay.
     """
-    config = json.dumps(asdict(load_model_config(folder)), sort_keys=True, separators=(",", ":"))
+    config = json.dumps(_settings(load_model_config(folder)), sort_keys=True, separators=(",", ":"))
     parts = (sha256(config.encode()).digest(), _digest_file(folder / "tokenizer.json"), weights_digest(folder))
     return sha256(b"kvrelay.model.v1" + b"".join(parts)).digest()
 
@@ -104,88 +75,10 @@ def weights_digest(folder: Path) -> bytes:
     return digest.digest()
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises `ModelError` that names the file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing; is this a model folder?") from error
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # bad UTF-8 or bad JSON
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-class _Fields:
-    """Typed reading of one JSON object, with errors that name file and field."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
-        self.path = path
-        self.values = values
-        self._prefix = prefix
-
-    def error(self, name: str, problem: str) -> ModelError:
-        return ModelError(f"{self.path}: {self._prefix}{name}: {problem}")
-
-    def get(self, name: str, kind: type[T], default: T | None = None) -> T:
-        value = self.values.get(name)
-        if value is None:
-            if default is None:
-                raise self.error(name, "missing")
-            return default
-        if type(value) is not kind:
-            raise self.error(name, f"must be {kind.__name__}, got {value!r}")
-        return value
-
-    def positive(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, int, default)
-        if value < 1:
-            raise self.error(name, f"must be at least 1, got {value}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.values.get(name, default)
-        if type(value) not in (int, float):
-            raise self.error(name, "missing" if value is None else f"must be a number, got {value!r}")
-        if not 0.0 < float(value) < float("inf"):
-            raise self.error(name, f"must be positive and finite, got {value}")
-        return float(value)
-
-    def refuse_unless(self, name: str, supported: object) -> None:
-        value = self.values.get(name, supported)
-        if value != supported:
-            raise self.error(name, f"only {supported!r} is supported, got {value!r}")
-
-    def object(self, name: str) -> _Fields | None:
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.error(name, f"must be an object, got {value!r}")
-        return _Fields(self.path, value, prefix=f"{name}.")
-
-
-def _rope_fields(fields: _Fields) -> _Fields:
-    """Where the rotary settings are: `rope_parameters` since transformers 5, before that spread over the file."""
-    return fields.object("rope_parameters") or fields
-
-
-def _rope_scaling(rope: _Fields) -> RopeScaling | None:
-    scaling = rope.object("rope_scaling") or rope
-    kind = scaling.values.get("rope_type", scaling.values.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise scaling.error("rope_type", f"supported: default, llama3; found: {kind!r}")
-    return RopeScaling(
-        factor=scaling.number("factor"),
-        low_freq_factor=scaling.number("low_freq_factor"),
-        high_freq_factor=scaling.number("high_freq_factor"),
-        original_max_position_embeddings=scaling.positive("original_max_position_embeddings"),
-    )
+def _settings(config: ModelConfig) -> dict[str, Any]:
+    """Without those that are as in Llama, so that a setting that is new here gives no old model a new name."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    return {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
 
 
 def _digest_file(path: Path) -> bytes:

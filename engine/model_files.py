@@ -12,8 +12,9 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
+from engine.config_fields import read_json_object
 from engine.errors import ModelError
-from engine.model_config import DIGEST_FILE, read_json_object
+from engine.model_config import DIGEST_FILE
 
 MANIFEST_FILE = ".kvrelay-manifest.json"
 REQUIRED_FILES = ("config.json", "tokenizer.json")

@@ -60,8 +60,6 @@ def to_forward_batch(batch: ScheduledBatch) -> ForwardBatch:
 
 def check_model_fits_pool(model: Model, kv: KvCache, cache_config: CacheConfig) -> None:
     """Refuse to build an engine of parts that do not belong together. Raises `InternalError` naming the part."""
-    if cache_config.sliding_window is not None:
-        raise InternalError("sliding_window: no kernel has one yet, so it would read blocks that were given back")
     layout, config = kv.layout, model.config
     pairs = {
         "num_layers": (layout.num_layers, config.num_layers),
@@ -73,3 +71,6 @@ def check_model_fits_pool(model: Model, kv: KvCache, cache_config: CacheConfig) 
     for name, (of_pool, wanted) in pairs.items():
         if of_pool != wanted:
             raise InternalError(f"the KV pool has {name} {of_pool}, the engine needs {wanted}")
+    window, of_model = cache_config.sliding_window, config.shared_window
+    if window is not None and (of_model is None or window < of_model):
+        raise InternalError(f"sliding_window {window} gives back blocks that the model, with {of_model}, still reads")

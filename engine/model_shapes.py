@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.config import shared_window
+from engine.config_fields import Fields, read_json_object
 from engine.errors import ConfigError, ModelError
-from engine.model_config import read_json_object
+from engine.model_families import find_family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +72,14 @@ SHAPES = {
         _shape("llama-3.2-3b", 28, 8, 128, 131072),
         _shape("mistral-7b", 32, 8, 128, 32768, 4096),
         _shape("mixtral-8x7b", 32, 8, 128, 32768),
+        _shape("qwen2.5-0.5b", 24, 2, 64, 32768),
+        _shape("qwen2.5-1.5b", 28, 2, 128, 32768),
         _shape("qwen2.5-7b", 28, 4, 128, 32768),
         _shape("qwen2.5-72b", 80, 8, 128, 32768),
+        _shape("qwen3-0.6b", 28, 8, 128, 40960),
         _shape("qwen3-8b", 36, 8, 128, 40960),
+        _shape("gemma-3-270m", 18, 1, 256, 32768),
+        _shape("gemma-3-1b", 26, 1, 256, 32768),
     )
 }
 """By name; as in the `config.json` that the models were published with."""
@@ -119,6 +126,9 @@ def read_shape(folder: Path) -> ModelShape:
 
 def _window(path: Path, config: dict[str, Any]) -> int | None:
     """The window that all layers share: a block holds all layers, and goes when none of them looks at it."""
+    fields = Fields(path, config)
+    if (family := find_family(fields)) is not None:
+        return shared_window(family.local(fields), _positive(path, config, "num_hidden_layers"))
     kinds = config.get("layer_types")
     every_layer = not isinstance(kinds, list) or all(kind == "sliding_attention" for kind in kinds)
     if not every_layer or config.get("use_sliding_window") is False:

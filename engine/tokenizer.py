@@ -14,8 +14,9 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from engine.chat_template import ChatMessage, ChatTemplate
+from engine.config_fields import read_json_object
 from engine.errors import ModelError, RequestError
-from engine.model_config import read_eos_token_ids, read_json_object
+from engine.model_config import read_eos_token_ids
 
 __all__ = ["ChatMessage", "IncrementalDetokenizer", "Tokenizer"]
 

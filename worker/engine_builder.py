@@ -124,7 +124,10 @@ def assemble_engine(
             f"swap_space {config.swap_space} beside {pool} is more than this machine's {memory_bytes()} bytes"
         )
     cache_config = CacheConfig(
-        num_blocks=pool.num_blocks, block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        num_blocks=pool.num_blocks,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        sliding_window=shape.shared_window,
     )
     identity = BlockIdentity(
         model_fingerprint=fingerprint,

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from engine.config import ModelConfig, RopeScaling
+from engine.config import LinearRopeScaling, ModelConfig, RopeScaling
 
 _MIN_ROWS = 8
 """Fewer rows take other code in the BLAS, which sums in another order."""
@@ -44,10 +44,14 @@ def rms_norm(
     x: torch.Tensor,  # [T, hidden] float32
     weight: torch.Tensor,  # [hidden]
     eps: float,
+    offset: float = 0.0,
 ) -> torch.Tensor:  # [T, hidden], type of weight
-    """Scale each row to a root mean square of 1, then by `weight`."""
+    """Scale each row to a root mean square of 1, then by `weight + offset`. Rows may have more dimensions."""
     # F.rms_norm takes half as long again for one row.
-    return (x * x.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()).to(weight.dtype) * weight
+    normed = x * x.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+    if offset:  # rounded once, at the end: in a short type the sum would lose what distinguishes small weights
+        return (normed * (weight.float() + offset)).to(weight.dtype)
+    return normed.to(weight.dtype) * weight
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:  # [T, 2 * intermediate] -> [T, intermediate]
@@ -55,11 +59,33 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:  # [T, 2 * intermediate
     return F.silu(gate) * up
 
 
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:  # [T, 2 * intermediate] -> [T, intermediate]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:  # [head_dim / 2] float64
-    """Radians per position of each rotated pair."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    frequencies = config.rope_theta**-exponents
-    return frequencies if config.rope_scaling is None else _scale_llama3(frequencies, config.rope_scaling)
+    """Radians per position of each rotated pair, in layers without a window."""
+    frequencies = _unscaled(config.head_dim, config.rope_theta)
+    match config.rope_scaling:
+        case None:
+            return frequencies
+        case LinearRopeScaling(factor=factor):
+            return frequencies / factor
+        case scaling:
+            return _scale_llama3(frequencies, scaling)
+
+
+def local_frequencies(config: ModelConfig) -> torch.Tensor:  # [head_dim / 2] float64
+    """The same, in layers with a window."""
+    if config.local is None or config.local.rope_theta is None:
+        return inverse_frequencies(config)
+    return _unscaled(config.head_dim, config.local.rope_theta)
+
+
+def _unscaled(head_dim: int, theta: float) -> torch.Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    return theta**-exponents
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The Llama decoder on this CPU's own instructions: one native call for each forward pass.
+"""The decoder on this CPU's own instructions: one native call for each forward pass.
 
 The arithmetic is that of `engine.model.decoder`, which is the oracle: weights and activations in bfloat16, sums and the
 residual stream in float32. A token's result does not depend on the tokens, sequences or threads that come with it, to
@@ -19,12 +19,22 @@ from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.errors import InternalError
 from engine.kv_cache import KvCache
-from engine.model.decoder import DecoderWeights
-from engine.model.layers import inverse_frequencies
+from engine.model.decoder import DecoderWeights, embedding_scale, soft_cap
+from engine.model.layers import inverse_frequencies, local_frequencies
 from engine.native.decoder import MAX_HEAD_DIM, TILE, BatchParts, LayerParts, ModelParts, NativeDecoder
 
 _LANES = 16
 """Floats of the widest register: sizes are multiples of it."""
+_PACKED = ("qkv", "attention_out", "gate_up", "down")
+_PLAIN = (
+    "input_norm",
+    "mlp_norm",
+    "qkv_bias",
+    "q_norm",
+    "k_norm",
+    "post_attention_norm",
+    "post_mlp_norm",
+)
 _POSITIONS = 1024
 """By how many positions the table of rotations grows."""
 
@@ -53,12 +63,14 @@ class NativeModel:
         self._kept: list[torch.Tensor] = []
         self._layers = (LayerParts * config.num_layers)()
         for parts, layer in zip(self._layers, weights.layers, strict=True):
-            parts.input_norm = self._keep(layer.input_norm)
-            parts.qkv = self._pack(layer.qkv)
-            parts.attention_out = self._pack(layer.attention_out)
-            parts.mlp_norm = self._keep(layer.mlp_norm)
-            parts.gate_up = self._pack(layer.gate_up)
-            parts.down = self._pack(layer.down)
+            for name in _PACKED:
+                setattr(parts, name, self._pack(getattr(layer, name)))
+            for name in _PLAIN:
+                if (tensor := getattr(layer, name)) is not None:
+                    setattr(parts, name, self._keep(tensor))
+        if config.local is not None:
+            for i in config.local.layers:
+                self._layers[i].window, self._layers[i].rotation = config.local.window, 1
         embedding = self._pack(weights.embedding)
         self._model = ModelParts(
             num_layers=config.num_layers,
@@ -68,15 +80,19 @@ class NativeModel:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             vocab=config.vocab_size,
+            gelu=config.activation == "gelu_tanh",
             norm_eps=config.rms_norm_eps,
-            scale=config.head_dim**-0.5,
+            scale=config.score_scale,
+            norm_offset=config.norm_offset,
+            embedding_scale=embedding_scale(config, torch.bfloat16),
             embedding=embedding,
             final_norm=self._keep(weights.final_norm),
             lm_head=embedding if config.tie_word_embeddings else self._pack(weights.lm_head),
             layers=ctypes.addressof(self._layers),
         )
-        self._frequencies = inverse_frequencies(config)
-        self._rotation = torch.empty(0, config.head_dim)  # [positions, head_dim] float32: cosines, then sines
+        self._frequencies = (inverse_frequencies(config), local_frequencies(config))
+        # Layers without a window, and with: [2, positions, head_dim] float32; in a row cosines, then sines.
+        self._rotations = torch.empty(2, 0, config.head_dim)
         self._scratch = decoder.new_scratch()
 
     def __del__(self) -> None:
@@ -85,10 +101,7 @@ class NativeModel:
 
     def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
         """See `Model`. Raises `InternalError`, with nothing written, for what would lead outside pool or embedding."""
-        tables = [
-            table[: -(-context_len // kv.layout.block_size)]
-            for table, context_len in zip(batch.block_tables, batch.context_lens, strict=True)
-        ]
+        tables = [self._table(batch, s, kv.layout.block_size) for s in range(len(batch.block_tables))]
         table_starts = np.cumsum([0, *map(len, tables)], dtype=np.int32)
         blocks = _int32([block for table in tables for block in table])
         query_starts, sample_rows = _int32(batch.query_starts), _int32(batch.sample_rows)
@@ -105,11 +118,21 @@ class NativeModel:
             table_starts=table_starts.ctypes.data,
             tables=blocks.ctypes.data,
             sample_rows=sample_rows.ctypes.data,
-            rotation=self._rotation.data_ptr(),
+            rotations=(self._rotations[0].data_ptr(), self._rotations[1].data_ptr()),
             pool=kv.address,
         )
         self._decoder.forward(self._model, parts, self._scratch, logits.data_ptr(), self._num_threads)
-        return logits[:, : self.config.vocab_size]
+        return soft_cap(logits[:, : self.config.vocab_size], self.config.final_soft_cap)
+
+    def _table(self, batch: ForwardBatch, s: int, block_size: int) -> list[int]:
+        """The blocks of a sequence's context; those that left the window, which are not read, as one that exists."""
+        table = batch.block_tables[s][: -(-batch.context_lens[s] // block_size)]
+        window = self.config.shared_window
+        if window is None:
+            return table
+        num_queries = batch.query_starts[s + 1] - batch.query_starts[s]
+        gone = max(0, batch.context_lens[s] - num_queries + 1 - window) // block_size
+        return [0] * gone + table[gone:]
 
     def _check(self, batch: ForwardBatch, blocks: npt.NDArray[np.int32], kv: KvCache) -> None:
         if kv.layout.block_size & (kv.layout.block_size - 1):
@@ -125,8 +148,9 @@ class NativeModel:
             if end <= first or int(at[0]) != context_len - (end - first) or int(at[1]) != context_len - 1:
                 raise InternalError(f"sequence {s}: its tokens are not the last of a context of {context_len}")
         longest = max(batch.context_lens)
-        if longest > len(self._rotation):
-            self._rotation = _rotations(-(-longest // _POSITIONS) * _POSITIONS, self._frequencies)
+        if longest > self._rotations.shape[1]:
+            num_positions = -(-longest // _POSITIONS) * _POSITIONS
+            self._rotations = torch.stack([_rotations(num_positions, each) for each in self._frequencies])
 
     def _keep(self, tensor: torch.Tensor) -> int:
         self._kept.append(tensor.contiguous())

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine.config_fields import read_json_object
 from engine.errors import ModelError
-from engine.model_config import read_json_object
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 3

@@ -35,6 +35,14 @@ struct Context {
   }
 };
 
+// Tokens that somebody sees: only they are read. Others may have no block.
+struct Seen {
+  int first, end;
+  bool has(int token) const { return first <= token && token < end; }
+};
+
+static const bf16 UNSEEN[MAX_HEAD_DIM] = {};
+
 // The cache lines that the next tile or head will read. They are asked for one by one beside the arithmetic of this one:
 // all at once they fill the queue of misses, and what is needed now waits behind them. Into the second level, because
 // the first one has room for few.
@@ -43,10 +51,10 @@ struct Ahead {
   const bf16 *keys[KEYS * MAX_HEAD_DIM / 32], *values[KEYS * MAX_HEAD_DIM / 32];
   int count = 0;
 
-  // Tokens [start, start + 64) of a head, without those from `end` on.
-  void set(const Context &kv, int head, int start, int end) {
+  // Tokens [start, start + 64) of a head that somebody sees.
+  void set(const Context &kv, int head, int start, Seen seen) {
     count = 0;
-    for (int token = start; token < std::min(start + KEYS, end); token++) {
+    for (int token = std::max(start, seen.first); token < std::min(start + KEYS, seen.end); token++) {
       const bf16 *key = kv.key(token, head), *value = kv.value(token, head);
       for (int i = 0; i < kv.head_dim; i += 32) {
         keys[count] = key + i;
@@ -87,39 +95,36 @@ INLINE void transpose(__m512i r[16]) {
 }
 #endif
 
-// Keys [start, start + 64) of a head as [64 / LANES][head_dim / 2][LANES] pairs; those from `end` on as zeros.
-static void pack_keys(const Context &kv, int head, int start, int end, uint32_t *to) {
+// Keys [start, start + 64) of a head as [64 / LANES][head_dim / 2][LANES] pairs; those that nobody sees as zeros.
+static void pack_keys(const Context &kv, int head, int start, Seen seen, uint32_t *to) {
   const int n = kv.head_dim / 2;
   for (int b = 0; b < KEYS / LANES; b++, to += size_t(n) * LANES) {
     const bf16 *rows[LANES];
-    const int have = std::clamp(end - start - b * LANES, 0, LANES);
-    for (int t = 0; t < have; t++) rows[t] = kv.key(start + b * LANES + t, head);
+    for (int t = 0; t < LANES; t++) {
+      const int token = start + b * LANES + t;
+      rows[t] = seen.has(token) ? kv.key(token, head) : UNSEEN;
+    }
     int j = 0;
 #ifdef KV_AVX512
     for (; j + LANES <= n; j += LANES) {
       __m512i r[LANES];
-      UNROLL for (int t = 0; t < LANES; t++)
-        r[t] = t < have ? _mm512_loadu_si512(rows[t] + 2 * j) : _mm512_setzero_si512();
+      UNROLL for (int t = 0; t < LANES; t++) r[t] = _mm512_loadu_si512(rows[t] + 2 * j);
       transpose(r);
       UNROLL for (int i = 0; i < LANES; i++) _mm512_storeu_si512(to + size_t(j + i) * LANES, r[i]);
     }
 #endif
     for (; j < n; j++)
-      for (int t = 0; t < LANES; t++) {
-        uint32_t pair = 0;
-        if (t < have) memcpy(&pair, rows[t] + 2 * j, 4);
-        to[size_t(j) * LANES + t] = pair;
-      }
+      for (int t = 0; t < LANES; t++) memcpy(to + size_t(j) * LANES + t, rows[t] + 2 * j, 4);
   }
 }
 
-// Values [start, start + 64) of a head as [64 / 2][head_dim] pairs of consecutive tokens; those from `end` on as zeros.
-static void pack_values(const Context &kv, int head, int start, int end, uint32_t *to) {
-  static const bf16 zeros[MAX_HEAD_DIM] = {};
+// Values [start, start + 64) of a head as [64 / 2][head_dim] pairs of consecutive tokens; those that nobody sees as
+// zeros: what lies there may be NaN, which a weight of zero would not remove.
+static void pack_values(const Context &kv, int head, int start, Seen seen, uint32_t *to) {
   const int d = kv.head_dim;
-  for (int t = 0; t < KEYS; t += 2, to += d) {
-    const bf16 *a = start + t < end ? kv.value(start + t, head) : zeros;
-    const bf16 *b = start + t + 1 < end ? kv.value(start + t + 1, head) : zeros;
+  for (int t = start; t < start + KEYS; t += 2, to += d) {
+    const bf16 *a = seen.has(t) ? kv.value(t, head) : UNSEEN;
+    const bf16 *b = seen.has(t + 1) ? kv.value(t + 1, head) : UNSEEN;
     for (int i = 0; i < d; i += LANES) {
       store(to + i, widened(a + i) | widened(b + i) << 16);
     }
@@ -287,15 +292,14 @@ static void attend(const Context &kv, const Queries &of, AttentionScratch &scrat
   for (int h = 0; h < num_heads; h++)
     for (int s = 0, m = 0; s < num_steps; m += steps[s++])
       begin_rows(of, of.first_head + h, m, steps[s], d, rows[h * num_steps + s]);
-  const int end = of.first_position + of.count;
-  const int first_seen = of.window ? std::max(0, of.first_position - of.window + 1) : 0;
-  for (int start = first_seen / KEYS * KEYS; start < end; start += KEYS)
+  const Seen seen = {of.window ? std::max(0, of.first_position - of.window + 1) : 0, of.first_position + of.count};
+  for (int start = seen.first / KEYS * KEYS; start < seen.end; start += KEYS)
     for (int h = 0; h < num_heads; h++) {  // inside: the heads of a block lie side by side
       const bool last = h + 1 == num_heads;
-      pack_keys(kv, of.first_head + h, start, end, scratch.keys.data());
-      pack_values(kv, of.first_head + h, start, end, scratch.values.data());
+      pack_keys(kv, of.first_head + h, start, seen, scratch.keys.data());
+      pack_values(kv, of.first_head + h, start, seen, scratch.values.data());
       Ahead &next = scratch.next;
-      next.set(kv, of.first_head + (last ? 0 : h + 1), last ? start + KEYS : start, end);
+      next.set(kv, of.first_head + (last ? 0 : h + 1), last ? start + KEYS : start, seen);
       for (int s = 0; s < num_steps; s++) {
         Rows &r = rows[h * num_steps + s];
         if (start > r.position[steps[s] - 1] || start + KEYS <= r.first_key[0]) continue;  // nobody sees any of it

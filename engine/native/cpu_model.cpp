@@ -18,11 +18,17 @@ extern "C" {
 
 struct Layer {
   const bf16 *input_norm, *qkv, *attention_out, *mlp_norm, *gate_up, *down;  // products packed, see linear.h
+  const bf16 *qkv_bias, *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // null where a family has none
+  int32_t window;    // tokens that a query sees, itself included; 0: all before it
+  int32_t rotation;  // which of the batch's
 };
 
 struct Model {
   int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab;
+  int32_t gelu;  // gate by GELU (its approximation by tanh) instead of SiLU
   float norm_eps, scale;
+  float norm_offset;      // added to the weights of every norm
+  float embedding_scale;  // factor of every embedding
   const bf16 *embedding;  // packed
   const bf16 *final_norm;
   const bf16 *lm_head;  // packed; may be the embedding
@@ -39,7 +45,7 @@ struct Batch {
   const int32_t *query_starts, *table_starts;                   // [num_sequences + 1], [num_sequences]
   const int32_t *tables;                                        // blocks of all sequences
   const int32_t *sample_rows;                                   // [num_samples]
-  const float *rotation;                                        // [positions][head_dim]: cosines, then sines
+  const float *rotations[2];                                    // [positions][head_dim]: cosines, then sines
   bf16 *pool;                                                   // [blocks][layers][2][kv_heads][block_size][head_dim]
 };
 }
@@ -77,27 +83,36 @@ bf16 *slot(const Model &m, const Batch &b, int layer, int part, int kv_head, int
 void embed(const Model &m, int64_t token, float *to) {
   const bf16 *tile = m.embedding + size_t(token / TILE) * TILE * m.hidden + token % TILE * 2;
   for (int k = 0; k < m.hidden; k += 2, tile += 2 * TILE) {
-    to[k] = to_float(tile[0]);
-    to[k + 1] = to_float(tile[1]);
+    to[k] = to_float(tile[0]) * m.embedding_scale;
+    to[k + 1] = to_float(tile[1]) * m.embedding_scale;
   }
 }
 
-void rms_norm(const float *x, const bf16 *weight, bf16 *to, int n, float eps) {
+// Calls use(i, normed) for each register of the row x.
+template <class Use> void rms_norm(const Model &m, const float *x, const bf16 *weight, int n, Use use) {
   Floats squares = Floats{};
   for (int i = 0; i < n; i += LANES) squares += load<Floats>(x + i) * load<Floats>(x + i);
-  const float scale = 1.0f / std::sqrt(sum(squares) / n + eps);
-  for (int i = 0; i < n; i += LANES) store_bf16(to + i, load<Floats>(x + i) * scale * load_bf16(weight + i));
+  const float scale = 1.0f / std::sqrt(sum(squares) / n + m.norm_eps);
+  for (int i = 0; i < n; i += LANES)
+    use(i, load<Floats>(x + i) * scale * (load_bf16(weight + i) + m.norm_offset));
 }
 
-void add(float *x, const float *y, int n) {
-  for (int i = 0; i < n; i += LANES) store(x + i, load<Floats>(x + i) + load<Floats>(y + i));
+void rms_norm(const Model &m, const float *x, const bf16 *weight, bf16 *to) {
+  rms_norm(m, x, weight, m.hidden, [&](int i, Floats normed) { store_bf16(to + i, normed); });
 }
 
-// silu(gate) * up
-void gate(const float *gate_up, bf16 *to, int n) {
-  for (int i = 0; i < n; i += LANES) {
-    const Floats g = load<Floats>(gate_up + i);
-    store_bf16(to + i, g / (1.0f + exp(-g)) * load<Floats>(gate_up + n + i));
+// x += y, which is normed before if there is a weight for that.
+void add(const Model &m, float *x, float *y, const bf16 *norm) {
+  if (norm) rms_norm(m, y, norm, m.hidden, [&](int i, Floats normed) { store(y + i, normed); });
+  for (int i = 0; i < m.hidden; i += LANES) store(x + i, load<Floats>(x + i) + load<Floats>(y + i));
+}
+
+// silu(gate) * up, or gelu(gate) * up: tanh(u) = 2 / (1 + exp(-2 u)) - 1.
+void gate(const Model &m, const float *gate_up, bf16 *to) {
+  for (int i = 0; i < m.intermediate; i += LANES) {
+    const Floats g = load<Floats>(gate_up + i), up = load<Floats>(gate_up + m.intermediate + i);
+    const Floats u = m.gelu ? 1.59576912f * (g + 0.044715f * g * g * g) : g;  // 2 sqrt(2 / pi)
+    store_bf16(to + i, g / (1.0f + exp(-u)) * up);
   }
 }
 
@@ -125,7 +140,7 @@ class Pass {
     each(b.num_tokens, [&](int t) { embed(m, b.token_ids[t], hidden(t)); });
     for (int l = 0; l < m.num_layers; l++) layer(l, m.layers[l]);
     each(b.num_samples, [&](int i) {
-      rms_norm(hidden(b.sample_rows[i]), m.final_norm, &s.normed[size_t(i) * m.hidden], m.hidden, m.norm_eps);
+      rms_norm(m, hidden(b.sample_rows[i]), m.final_norm, &s.normed[size_t(i) * m.hidden]);
     });
     multiply(m.lm_head, s.normed.data(), logits, b.num_samples, m.hidden, m.vocab);
   }
@@ -138,45 +153,57 @@ class Pass {
 
   float *hidden(int token) { return &s.hidden[size_t(token) * m.hidden]; }
 
+  float *product(int token) { return &s.product[size_t(token) * padded(m.hidden)]; }
+
   void layer(int l, const Layer &w) {
     const int T = b.num_tokens;
-    each(T, [&](int t) { rms_norm(hidden(t), w.input_norm, &s.normed[size_t(t) * m.hidden], m.hidden, m.norm_eps); });
+    each(T, [&](int t) { rms_norm(m, hidden(t), w.input_norm, &s.normed[size_t(t) * m.hidden]); });
     multiply(w.qkv, s.normed.data(), s.product.data(), T, m.hidden, heads_size + 2 * kv_size);
-    store_kv(l);
-    attention(l);
+    store_kv(l, w);
+    attention(l, w.window);
     multiply(w.attention_out, s.mixed.data(), s.product.data(), T, heads_size, m.hidden);
     each(T, [&](int t) {
-      add(hidden(t), &s.product[size_t(t) * padded(m.hidden)], m.hidden);
-      rms_norm(hidden(t), w.mlp_norm, &s.normed[size_t(t) * m.hidden], m.hidden, m.norm_eps);
+      add(m, hidden(t), product(t), w.post_attention_norm);
+      rms_norm(m, hidden(t), w.mlp_norm, &s.normed[size_t(t) * m.hidden]);
     });
     multiply(w.gate_up, s.normed.data(), s.product.data(), T, m.hidden, 2 * m.intermediate);
-    each(T, [&](int t) {
-      gate(&s.product[size_t(t) * gate_up_stride], &s.mixed[size_t(t) * m.intermediate], m.intermediate);
-    });
+    each(T, [&](int t) { gate(m, &s.product[size_t(t) * gate_up_stride], &s.mixed[size_t(t) * m.intermediate]); });
     multiply(w.down, s.mixed.data(), s.product.data(), T, m.intermediate, m.hidden);
-    each(T, [&](int t) { add(hidden(t), &s.product[size_t(t) * padded(m.hidden)], m.hidden); });
+    each(T, [&](int t) { add(m, hidden(t), product(t), w.post_mlp_norm); });
   }
 
-  void store_kv(int l) {
+  void store_kv(int l, const Layer &w) {
     const int T = b.num_tokens;
 #pragma omp for schedule(static)
     for (int t = 0; t < T; t++) {
       const int32_t *after = std::upper_bound(b.query_starts, b.query_starts + b.num_sequences, t);
       const int sequence = int(after - b.query_starts) - 1;
       const int position = int(b.positions[t]);
-      const float *x = &s.product[size_t(t) * qkv_stride], *rotation = b.rotation + size_t(position) * m.head_dim;
-      for (int h = 0; h < m.num_heads; h++)
+      float *x = &s.product[size_t(t) * qkv_stride];
+      const float *rotation = b.rotations[w.rotation] + size_t(position) * m.head_dim;
+      if (w.qkv_bias)
+        for (int i = 0; i < heads_size + 2 * kv_size; i += LANES)
+          store(x + i, load<Floats>(x + i) + load_bf16(w.qkv_bias + i));
+      for (int h = 0; h < m.num_heads; h++) {
+        norm_head(w.q_norm, x + h * m.head_dim);
         rotate(x + h * m.head_dim, rotation, &s.queries[size_t(t) * heads_size + h * m.head_dim], m.head_dim);
+      }
       for (int h = 0; h < m.num_kv_heads; h++) {
-        rotate(x + heads_size + h * m.head_dim, rotation, slot(m, b, l, 0, h, sequence, position), m.head_dim);
+        float *key = x + heads_size + h * m.head_dim;
+        norm_head(w.k_norm, key);
+        rotate(key, rotation, slot(m, b, l, 0, h, sequence, position), m.head_dim);
         bf16 *value = slot(m, b, l, 1, h, sequence, position);
-        const float *v = x + heads_size + kv_size + h * m.head_dim;
+        const float *v = key + kv_size;
         for (int i = 0; i < m.head_dim; i += LANES) store_bf16(value + i, load<Floats>(v + i));
       }
     }
   }
 
-  void attention(int l) {
+  void norm_head(const bf16 *weight, float *x) {
+    if (weight) rms_norm(m, x, weight, m.head_dim, [&](int i, Floats normed) { store(x + i, normed); });
+  }
+
+  void attention(int l, int window) {
     const int num_items = int(s.items.size()), group = m.num_heads / m.num_kv_heads;
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < num_items; i++) {
@@ -186,7 +213,7 @@ class Pass {
       const Context kv = context_of(b.pool, b.tables + b.table_starts[item.sequence], m.num_layers, l, m.num_kv_heads,
                                     b.block_size, m.head_dim);
       const Queries of = {&s.queries[at], &s.mixed[at], size_t(heads_size), item.num_queries, int(b.positions[first]),
-                          item.first_head, item.last_head, group, 0, m.scale};
+                          item.first_head, item.last_head, group, window, m.scale};
       attend(kv, of, s.attention[thread()]);
     }
   }

@@ -22,10 +22,13 @@ _INCLUDES = ("simd.h", "linear.h", "attention.h")
 
 
 class LayerParts(ctypes.Structure):
-    """`Layer` of `cpu_model.cpp`: addresses of a layer's parameters."""
+    """`Layer` of `cpu_model.cpp`: addresses of a layer's parameters, and how its attention looks back."""
 
     _fields_: ClassVar = [
-        (name, c_void_p) for name in ("input_norm", "qkv", "attention_out", "mlp_norm", "gate_up", "down")
+        *((name, c_void_p) for name in ("input_norm", "qkv", "attention_out", "mlp_norm", "gate_up", "down")),
+        *((name, c_void_p) for name in ("qkv_bias", "q_norm", "k_norm", "post_attention_norm", "post_mlp_norm")),
+        ("window", c_int32),
+        ("rotation", c_int32),
     ]
 
 
@@ -40,8 +43,11 @@ class ModelParts(ctypes.Structure):
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
         ("vocab", c_int32),
+        ("gelu", c_int32),
         ("norm_eps", c_float),
         ("scale", c_float),
+        ("norm_offset", c_float),
+        ("embedding_scale", c_float),
         ("embedding", c_void_p),
         ("final_norm", c_void_p),
         ("lm_head", c_void_p),
@@ -63,7 +69,7 @@ class BatchParts(ctypes.Structure):
         ("table_starts", c_void_p),
         ("tables", c_void_p),
         ("sample_rows", c_void_p),
-        ("rotation", c_void_p),
+        ("rotations", c_void_p * 2),
         ("pool", c_void_p),
     ]
 

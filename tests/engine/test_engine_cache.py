@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from block_follower import BlockFollower
 from factories import HarnessFactory, fake_identity, fake_layout, make_request
-from fakes import FakeModel, expected_output
+from fakes import NUM_LAYERS, FakeModel, expected_output
 
 from engine.block_events import Stored
 from engine.block_hash import block_chain, pack_tokens
-from engine.config import CacheConfig, SchedulerConfig
+from engine.config import CacheConfig, LocalLayers, SchedulerConfig
 from engine.engine import Engine
 from engine.errors import InternalError, PinLimit, RequestError
 from engine.kv_cache import KvCache
@@ -134,9 +136,12 @@ def test_events_carry_the_incarnation_of_the_worker() -> None:
     kv.close()
 
 
-def test_a_window_is_refused_as_long_as_no_model_has_one() -> None:
-    kv = KvCache(fake_layout(), 8)
-    config = CacheConfig(num_blocks=8, block_size=4, sliding_window=4)
-    with pytest.raises(InternalError, match="sliding_window"):
-        Engine(FakeModel(), kv, config, SchedulerConfig(), fake_identity(), 64)
+@pytest.mark.parametrize(("window", "of_model"), [(4, None), (4, 5)])
+def test_a_window_narrower_than_the_models_is_refused(window: int, of_model: int | None) -> None:
+    kv, model = KvCache(fake_layout(), 8), FakeModel()
+    if of_model is not None:
+        model.config = replace(model.config, local=LocalLayers(window=of_model, layers=tuple(range(NUM_LAYERS))))
+    config = CacheConfig(num_blocks=8, block_size=4, sliding_window=window)
+    with pytest.raises(InternalError, match="sliding_window 4 gives back blocks that the model"):
+        Engine(model, kv, config, SchedulerConfig(), fake_identity(), 64)
     kv.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine import model_config
-from engine.config import RopeScaling
+from engine.config import LinearRopeScaling, LocalLayers, ModelConfig, RopeScaling
 from engine.errors import ModelError
 from engine.model_config import DIGEST_FILE, load_model_config, model_fingerprint, read_eos_token_ids
 
@@ -30,6 +30,7 @@ LLAMA: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+NULL = object()
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -40,8 +41,9 @@ LLAMA3_SCALING = {
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
-    """A config.json with `changes`; a field changed to None is left out."""
+    """A config.json with `changes`; a field changed to None is left out, one changed to NULL is null."""
     fields = {name: value for name, value in {**LLAMA, **changes}.items() if value is not None}
+    fields = {name: None if value is NULL else value for name, value in fields.items()}
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
 
@@ -145,16 +147,96 @@ def test_a_field_of_the_wrong_type_or_range_is_named_with_its_file(tmp_path: Pat
         ("attention_bias", True),
         ("mlp_bias", True),
         ("quantization_config", {"quant_method": "awq"}),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("rope_scaling", {"type": "yarn", "factor": 2.0}),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
+        ("partial_rotary_factor", 0.5),
+        ("rope_parameters", {"partial_rotary_factor": 0.5}),
+        ("sliding_window", 4096),
+        ("layer_types", ["sliding_attention"] * 3),
+        ("final_logit_softcapping", 30.0),
+        ("attn_logit_softcapping", 50.0),
     ],
 )
-def test_what_the_decoder_does_not_do_is_refused(tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.raises(ModelError, match="supported"):
+def test_what_the_decoder_does_not_do_is_refused_by_name(tmp_path: Path, name: str, value: Any) -> None:
+    named = "rope_type" if name == "rope_scaling" else next(iter(value)) if name == "rope_parameters" else name
+    with pytest.raises(ModelError, match=rf"config\.json: [a-z_.]*{named}: .*supported"):
         load_model_config(write_config(tmp_path, **{name: value}))
 
 
+def test_linear_scaling_is_read(tmp_path: Path) -> None:
+    config = load_model_config(write_config(tmp_path, rope_scaling={"type": "linear", "factor": 2.0}))
+
+    assert config.rope_scaling == LinearRopeScaling(factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "local"),
+    [
+        ("Mistral", {"sliding_window": 64}, LocalLayers(window=64, layers=(0, 1, 2))),
+        ("Mistral", {}, LocalLayers(window=4096, layers=(0, 1, 2))),
+        ("Mistral", {"sliding_window": NULL}, None),
+        ("Qwen2", {"sliding_window": 64, "max_window_layers": 1}, None),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            LocalLayers(window=64, layers=(1, 2)),
+        ),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 64}, None),
+        ("Gemma3", {"sliding_window": 64}, LocalLayers(window=64, layers=(0, 1, 2), rope_theta=10000.0)),
+        (
+            "Gemma3",
+            {"sliding_window": 64, "sliding_window_pattern": 2, "rope_local_base_freq": 500.0},
+            LocalLayers(window=64, layers=(0, 2), rope_theta=500.0),
+        ),
+        (
+            "Gemma3",
+            {"sliding_window": 64, "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+            LocalLayers(window=64, layers=(2,), rope_theta=10000.0),
+        ),
+    ],
+)
+def test_which_layers_have_a_window_is_as_in_transformers(
+    tmp_path: Path, architecture: str, fields: dict[str, Any], local: LocalLayers | None
+) -> None:
+    folder = write_config(tmp_path, architectures=[f"{architecture}ForCausalLM"], **fields)
+
+    assert load_model_config(folder).local == local
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "value"),
+    [
+        ("Mistral", "sliding_window", 0),
+        ("Mistral", "layer_types", ["full_attention"] * 3),
+        ("Qwen2", "layer_types", ["sliding_attention"] * 3),
+        ("Qwen3", "attention_bias", True),
+        ("Gemma3", "layer_types", ["sliding_attention"] * 2),
+        ("Gemma3", "layer_types", ["chunked_attention"] * 3),
+        ("Gemma3", "hidden_activation", "gelu"),
+        ("Gemma3", "use_bidirectional_attention", True),
+        ("Gemma3", "rope_parameters", {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
+    ],
+)
+def test_what_a_family_does_not_do_is_refused_by_name(tmp_path: Path, architecture: str, name: str, value: Any) -> None:
+    named = "rope_type" if name == "rope_parameters" else name
+    with pytest.raises(ModelError, match=rf"config\.json: [a-z_.]*{named}: "):
+        load_model_config(write_config(tmp_path, architectures=[f"{architecture}ForCausalLM"], **{name: value}))
+
+
+def test_what_config_json_does_not_say_of_a_family_is_as_in_transformers(tmp_path: Path) -> None:
+    def read(architecture: str) -> ModelConfig:
+        absent = {"rope_theta": None, "tie_word_embeddings": None}
+        return load_model_config(write_config(tmp_path, architectures=[f"{architecture}ForCausalLM"], **absent))
+
+    assert (read("Qwen2").qkv_bias, read("Qwen2").head_dim) == (True, 16)
+    assert (read("Qwen3").qk_norm, read("Qwen3").head_dim) == (True, 128)
+    gemma = read("Gemma3")
+    assert (gemma.head_dim, gemma.rope_theta, gemma.tie_word_embeddings) == (256, 1e6, True)
+    assert gemma.score_scale == 256**-0.5
+
+
 def test_another_architecture_is_refused_with_the_list_of_supported_ones(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="supported: LlamaForCausalLM; found: MambaForCausalLM"):
+    with pytest.raises(ModelError, match=r"supported: LlamaForCausalLM, .*Gemma3ForCausalLM; found: MambaForCausalLM"):
         load_model_config(write_config(tmp_path, architectures=["MambaForCausalLM"]))
 
 

@@ -50,6 +50,9 @@ def test_the_text_part_of_a_model_of_several_kinds_counts(tmp_path: Path) -> Non
         ({"sliding_window": 4096, "use_sliding_window": False}, None),
         ({"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]}, None),
         ({"sliding_window": 4096, "layer_types": ["sliding_attention"]}, 4096),
+        ({"sliding_window": 4096, "architectures": ["MistralForCausalLM"]}, 4096),
+        ({"sliding_window": 512, "architectures": ["Gemma3ForCausalLM"]}, None),
+        ({"sliding_window": 4096, "architectures": ["Qwen2ForCausalLM"]}, None),
     ],
 )
 def test_a_window_counts_if_every_layer_has_it(tmp_path: Path, fields: dict[str, Any], window: int | None) -> None:

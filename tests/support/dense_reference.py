@@ -96,7 +96,7 @@ def _rotate(config: ModelConfig, x: Array) -> Array:
 def _speed(config: ModelConfig, pair: int) -> float:
     speed = config.rope_theta ** (-2 * pair / config.head_dim)
     scaling = config.rope_scaling
-    return speed if scaling is None else _scaled_speed(speed, scaling)
+    return _scaled_speed(speed, scaling) if isinstance(scaling, RopeScaling) else speed
 
 
 def _scaled_speed(speed: float, scaling: RopeScaling) -> float:

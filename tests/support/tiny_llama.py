@@ -45,8 +45,8 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> Tensors:
     def matrix(rows: int, columns: int, gain: float = 1.5) -> npt.NDArray[np.float32]:
         return rng.normal(0.0, gain / columns**0.5, (rows, columns)).astype(np.float32)
 
-    def norm() -> npt.NDArray[np.float32]:
-        return rng.uniform(0.5, 1.5, config.hidden_size).astype(np.float32)
+    def norm(size: int = config.hidden_size) -> npt.NDArray[np.float32]:
+        return (rng.uniform(0.5, 1.5, size) - config.norm_offset).astype(np.float32)
 
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -67,6 +67,16 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> Tensors:
         tensors |= {
             f"model.layers.{i}.{name}.weight": norm() for name in ("input_layernorm", "post_attention_layernorm")
         }
+        if config.post_norms:
+            names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+            tensors |= {f"model.layers.{i}.{name}.weight": norm() for name in names}
+        if config.qk_norm:
+            tensors |= {f"model.layers.{i}.self_attn.{name}_norm.weight": norm(config.head_dim) for name in "qk"}
+        if config.qkv_bias:
+            tensors |= {
+                f"model.layers.{i}.self_attn.{n}_proj.bias": matrix(1, shapes[f"self_attn.{n}_proj"][0], 9.0)[0]
+                for n in "qkv"
+            }
     return tensors
 
 

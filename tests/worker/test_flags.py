@@ -116,7 +116,10 @@ def test_workers_without_a_name_get_different_ones(started: list[WorkerConfig]) 
         (["--block-size", "24"], "block_size must be a power of two in [1, 1024], got 24"),
         (["--eviction-policy", "fifo"], "eviction_policy must be one of lru, got 'fifo'"),
         (["--tensor-parallel-size", "2"], "tensor_parallel_size 2 is not supported yet: a worker runs on one device"),
-        (["--sliding-window", "64"], "sliding_window 64 is not supported yet: no attention kernel has a window"),
+        (
+            ["--sliding-window", "64"],
+            "sliding_window 64 is not supported yet: a model runs with the window that its config",
+        ),
         (["--gpu-memory-utilization", "0.9"], "workers run on CPUs, where kv_memory_bytes sets the pool"),
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
         (["--threads", "0"], "num_threads must be at least 1"),

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from dense_reference import dense_logits
+from families import FAMILIES, load_family
 from tiny_llama import TINY, PagedRunner, Tensors, model_of, random_tensors, weights_of, with_heads
 
 from engine.batch import ForwardBatch
-from engine.config import ModelConfig, RopeScaling
+from engine.config import LocalLayers, ModelConfig, RopeScaling
 from engine.errors import InternalError
 from engine.model.native_decoder import NativeModel, obstacle
 from engine.model.registry import load_model
@@ -62,6 +63,91 @@ def test_it_is_as_near_to_float64_as_the_reference_in_bfloat16(name: str, decode
     native = runner(config, decoder)
 
     assert error(native.run("a", token_ids, chunks)) <= 1.2 * error(reference.run("a", token_ids, chunks))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_is_as_near_to_transformers_as_the_reference_in_bfloat16(
+    name: str, decoder: NativeDecoder, tmp_path: Path
+) -> None:
+    family = load_family(name)
+    folder = family.write(tmp_path)
+
+    def error(native: NativeDecoder | None) -> float:
+        run = PagedRunner(load_model(folder, "bfloat16", native), block_size=16, dtype="bfloat16")
+        return float((run.run("a", family.token_ids, [1, 30, 2, 37, 30]) - family.logits).abs().mean())
+
+    assert error(decoder) <= 1.2 * error(None)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma3"])
+def test_of_each_family_chunks_neighbours_and_threads_change_no_bit(
+    name: str, decoder: NativeDecoder, tmp_path: Path
+) -> None:
+    family = load_family(name)
+    folder = family.write(tmp_path)
+
+    def run(num_threads: int, chunks: list[int], neighbours: bool) -> torch.Tensor:
+        runner = PagedRunner(load_model(folder, "bfloat16", decoder, num_threads), block_size=8, dtype="bfloat16")
+        parts, start = [], 0
+        for number, size in enumerate(chunks):
+            others = {f"n{number}": family.token_ids[: number % 5 + 1]} if neighbours else {}
+            parts.append(runner.forward({**others, "a": family.token_ids[start : start + size]})["a"])
+            start += size
+        return torch.cat(parts)
+
+    whole = run(1, [100], False)
+    assert torch.equal(run(3, [1] * 20 + [7, 13, 60], True), whole)
+    assert torch.equal(run(1, [23] + [1] * 17 + [60], True), whole)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_shapes_of_random_families_are_as_near_as_the_reference(seed: int, decoder: NativeDecoder) -> None:
+    config, block_size, chunks = random_config(seed)
+    tensors, token_ids = rounded(random_tensors(config, seed)), random_tokens(sum(chunks), seed)
+    expected = PagedRunner(model_of(config, tensors), block_size=block_size, num_blocks=400)
+    in_bfloat16 = PagedRunner(
+        model_of(config, tensors, "bfloat16"), block_size=block_size, num_blocks=400, dtype="bfloat16"
+    )
+    native = PagedRunner(
+        NativeModel(config, weights_of(config, tensors, "bfloat16"), decoder, seed % 3 + 1),
+        block_size=block_size,
+        num_blocks=400,
+        dtype="bfloat16",
+    )
+    logits = expected.run("a", token_ids, chunks)
+
+    def error(runner: PagedRunner) -> float:
+        return float((runner.run("a", token_ids, chunks) - logits).abs().mean())
+
+    assert error(native) <= 1.3 * error(in_bfloat16)
+
+
+def random_config(seed: int) -> tuple[ModelConfig, int, list[int]]:
+    """A model of any combination of what families have, a block size, and chunks."""
+    rng = random.Random(seed)
+    num_kv_heads, num_layers = rng.choice([1, 2, 3]), rng.choice([1, 2, 4])
+    local = tuple(i for i in range(num_layers) if rng.random() < 0.6)
+    config = replace(
+        TINY,
+        hidden_size=rng.choice([32, 48, 112]),
+        intermediate_size=rng.choice([16, 80, 144]),
+        num_layers=num_layers,
+        num_heads=num_kv_heads * rng.choice([1, 2, 5]),
+        num_kv_heads=num_kv_heads,
+        head_dim=rng.choice([16, 32, 80]),
+        tie_word_embeddings=rng.random() < 0.5,
+        qkv_bias=rng.random() < 0.5,
+        qk_norm=rng.random() < 0.5,
+        post_norms=rng.random() < 0.5,
+        norm_offset=rng.choice([0.0, 1.0]),
+        activation=rng.choice(["silu", "gelu_tanh"]),
+        attention_scale=rng.choice([None, 0.3]),
+        scale_embedding=rng.random() < 0.5,
+        final_soft_cap=rng.choice([None, 5.0]),
+        local=LocalLayers(window=rng.choice([1, 9, 64, 70]), layers=local, rope_theta=rng.choice([None, 500.0])),
+    )
+    chunks = [rng.randint(1, 60) for _ in range(3)] + [1] * 10
+    return config, rng.choice([1, 8, 16, 32]), chunks
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32])

@@ -14,7 +14,7 @@ from bench.replay_workers import DECODE_STEP_MS, Outcome, Rule, SimulatedWorker
 from bench.traces import MOONCAKE_BLOCK, Recorded
 from router.learnt_rates import LearntRates
 from router.policy import Fleet, PlacementRequest
-from router.prefix_index import PrefixIndex
+from router.reference_index import ReferenceIndex
 from router.snapshot import DECODE, PREFILL, WorkerSnapshot
 
 INDEX_BYTES = 1 << 28
@@ -44,7 +44,7 @@ class Indexed:
 
     def begin(self, workers: Sequence[SimulatedWorker]) -> None:
         self.workers = workers
-        self.index = PrefixIndex(INDEX_BYTES)
+        self.index = ReferenceIndex(INDEX_BYTES)
         self.slots = [self.index.add_worker() for _ in workers]
 
     def told(self, worker: int, stored: Sequence[int], removed: Sequence[int], now: float) -> None:

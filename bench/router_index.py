@@ -12,7 +12,7 @@ import ctypes
 import gc
 import os
 import statistics
-import struct
+from typing import Any
 
 import click
 
@@ -20,16 +20,19 @@ from bench.peers import PeerMissing, ask
 from bench.report import REPOSITORY, Goal, Report, median_spread
 from bench.router_index_load import (
     EVENT_BLOCKS,
+    INDEX_BYTES,
     PROMPT_BLOCKS,
-    KnownKeys,
+    SPECULATION_S,
     OurDecision,
     OurIndex,
     conversations,
     interleaved,
 )
 from bench.router_warm import warm_up
+from cluster.config import native_dir
 from engine.routing_key import RoutingKeys
-from router.prefix_index import PrefixIndex
+from router.native.index import make_index
+from router.prefix_index import PackedKeys, pack_keys
 
 GOALS = (
     Goal("lookup_ratio", ">=", 3.0),
@@ -65,16 +68,15 @@ def measure_memory(report: Report, count: int) -> None:
     """Growth of the process's resident memory for each distinct block."""
     held = conversations(NUM_WORKERS, count)
     packed = [RoutingKeys(7, b"", c.tokens, 16).all_short() for c in held]
-    events = [struct.pack(f"<{len(keys)}Q", *keys) for keys in packed]
+    events = [pack_keys(keys) for keys in packed]
     workers = [conversation.worker for conversation in held]
     del held, packed
     before = resident_bytes()
-    index = PrefixIndex(1 << 30)
+    index = make_index(INDEX_BYTES, SPECULATION_S, str(native_dir()))
     slots = [index.add_worker() for _ in range(NUM_WORKERS)]
     for worker, event in zip(workers, events, strict=True):
         for start in range(0, len(event), 8 * EVENT_BLOCKS):
-            piece = event[start : start + 8 * EVENT_BLOCKS]
-            index.store(slots[worker], struct.unpack(f"<{len(piece) // 8}Q", piece))
+            index.apply(slots[worker], b"", event[start : start + 8 * EVENT_BLOCKS])
     num_blocks = index.stats().keys
     report.figures["bytes_per_block"] = (resident_bytes() - before) / num_blocks
     report.notes.append(f"bytes_per_block: growth of resident memory; {num_blocks:,} blocks")
@@ -82,7 +84,7 @@ def measure_memory(report: Report, count: int) -> None:
 
 def soak(report: Report, num_events: int) -> None:
     """New blocks without end, under a cap: resident memory at the end over that after a fifth of them."""
-    index = PrefixIndex(SOAK_BYTES)
+    index = make_index(SOAK_BYTES, SPECULATION_S, str(native_dir()))
     slot, after_a_fifth = index.add_worker(), 0
     mixed = 0x9E3779B97F4A7C15
     for start in range(0, num_events, EVENT_BLOCKS):
@@ -105,12 +107,13 @@ def start_warm(report: Report, num_blocks: int) -> None:
 
 
 def compare(report: Report, count: int, rounds: int) -> None:
-    arguments = [str(REPOSITORY), str(NUM_WORKERS), str(count), str(rounds)]
+    arguments = [str(REPOSITORY), str(NUM_WORKERS), str(count), str(rounds), str(native_dir())]
     try:
-        found: dict[str, list[float]] = ask("dynamo", "dynamo_index.py", arguments, timeout_s=900.0)
+        found: dict[str, Any] = ask("dynamo", "dynamo_index.py", arguments, timeout_s=900.0)
     except PeerMissing as missing:
         report.notes.append(f"no ratios: {missing}")
-        found = time_ours(count, rounds)
+        found = time_ours(count, rounds, str(native_dir()))
+    report.notes.append(f"our index is {found['implementation']}")
     for figure, what in RATIOS.items():
         ours = found[f"{what}_ours"]
         report.figures[f"{what}_us"] = statistics.median(ours)
@@ -123,9 +126,9 @@ def compare(report: Report, count: int, rounds: int) -> None:
         report.notes.append(f"{what}: Dynamo {median_spread(theirs)} us; ratio of the least figures {least:.3g}")
 
 
-def time_ours(count: int, rounds: int) -> dict[str, list[float]]:
+def time_ours(count: int, rounds: int, native_cache: str = "") -> dict[str, Any]:
     """Without the peer."""
-    held, ours = conversations(NUM_WORKERS, count), OurIndex(NUM_WORKERS)
+    held, ours = conversations(NUM_WORKERS, count), OurIndex(NUM_WORKERS, native_cache)
     stored = [ours.messages(conversation) for conversation in held]
 
     def store() -> int:
@@ -136,14 +139,18 @@ def time_ours(count: int, rounds: int) -> dict[str, list[float]]:
     found = interleaved({"store_ours": store}, 1)
     ours.check()
     asked, decide = held[:: max(1, count // 100)], OurDecision(ours)
-    known = [KnownKeys(RoutingKeys(7, b"", c.tokens, 16).all_short()) for c in asked]
-    return found | interleaved(
-        {
-            "lookup_ours": lambda: len([ours.index.lookup(keys, 0.0) for keys in known]),
-            "decision_ours": lambda: len([ours.matches(c.tokens) for c in asked]),
-            "select_ours": lambda: len([decide.choose(c.tokens) for c in asked]),
-        },
-        rounds,
+    known = [PackedKeys(RoutingKeys(7, b"", c.tokens, 16).all_short()) for c in asked]
+    return (
+        {"implementation": ours.index.implementation}
+        | found
+        | interleaved(
+            {
+                "lookup_ours": lambda: len([ours.index.lookup(keys, 0.0) for keys in known]),
+                "decision_ours": lambda: len([ours.matches(c.tokens) for c in asked]),
+                "select_ours": lambda: len([decide.choose(c.tokens) for c in asked]),
+            },
+            rounds,
+        )
     )
 
 

@@ -15,8 +15,9 @@ from engine.routing_key import RoutingKeys
 from kvrelay.v1 import worker_pb2
 from router.block_follower import BlockFollower, FollowerState
 from router.learnt_rates import LearntRates
+from router.native.index import make_index
 from router.policy import Fleet, PlacementRequest
-from router.prefix_index import Match, PrefixIndex
+from router.prefix_index import Match
 from router.snapshot import DECODE, WorkerSnapshot
 
 BLOCK_SIZE = 16
@@ -26,6 +27,7 @@ NUM_SYSTEMS = 64
 EVENT_BLOCKS = 32
 SEED = 7
 INDEX_BYTES = 1 << 30
+SPECULATION_S = 10.0
 _BLOCK_BYTES = 4 * BLOCK_SIZE
 
 
@@ -52,25 +54,12 @@ def conversations(num_workers: int, count: int, seed: int = 5) -> list[Conversat
     return [Conversation(rng.randrange(num_workers), rng.choice(systems) + rng.randbytes(own)) for _ in range(count)]
 
 
-@dataclass(frozen=True, slots=True)
-class KnownKeys:
-    """The keys of a prompt, worked out before: what is left of a lookup without its hashing."""
-
-    keys: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def prober(self) -> Callable[[int], int]:
-        keys = self.keys
-        return lambda num_blocks: keys[num_blocks - 1]
-
-
 class OurIndex:
     """The index with a follower for each worker, fed with serialized messages as sessions bring them."""
 
-    def __init__(self, num_workers: int) -> None:
-        self.index = PrefixIndex(INDEX_BYTES)
+    def __init__(self, num_workers: int, native_cache: str = "") -> None:
+        """As a router with this `native_cache` would make it."""
+        self.index = make_index(INDEX_BYTES, SPECULATION_S, native_cache)
         self.followers = [BlockFollower(self.index, lambda _: None, 0.0) for _ in range(num_workers)]
         self._sequences = [1] * num_workers
         self._digests = [0] * num_workers

@@ -55,7 +55,10 @@ class RayHost:
         self._runtime = runtime
         self._key = key
         self._router_config = replace(
-            spec.router_config(model_path), routing_seed=secrets.randbits(64), cluster_key=key
+            spec.router_config(model_path),
+            routing_seed=secrets.randbits(64),
+            cluster_key=key,
+            native_cache=str(native_dir()),
         )
         self._roles = {worker_id: role for role in ROLES for worker_id in spec.worker_ids(role)}
 

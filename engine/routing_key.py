@@ -37,7 +37,17 @@ _DROPPED_BITS = 8 * KEY_BYTES - SHORT_BITS
 class RoutingKeys:
     """The keys of one prompt at its block boundaries, worked out when they are asked for."""
 
-    __slots__ = ("_bytes", "_num_blocks", "_num_public_tokens", "_public", "_scope", "_seed", "_start", "_step")
+    __slots__ = (
+        "_data",
+        "_num_blocks",
+        "_num_public_tokens",
+        "_public",
+        "_scope",
+        "_seed",
+        "_start",
+        "_step",
+        "_view",
+    )
 
     def __init__(self, seed: int, scope: bytes, token_ids: bytes, block_size: int, num_public_tokens: int = 0) -> None:
         """`token_ids` as `engine.block_hash.pack_tokens` makes them; `seed` is in [0, 2^64)."""
@@ -48,7 +58,8 @@ class RoutingKeys:
         self._num_public_tokens = num_public_tokens
         preamble = _preamble(scope)
         self._start = len(preamble)
-        self._bytes = memoryview(preamble + token_ids)
+        self._data = preamble + token_ids
+        self._view = memoryview(self._data)
         num_public_bytes = num_public_tokens // block_size * self._step
         self._public = (
             RoutingKeys(seed, PUBLIC_SCOPE, token_ids[:num_public_bytes], block_size) if num_public_bytes else None
@@ -59,18 +70,31 @@ class RoutingKeys:
         """Full blocks, each of which ends at a boundary with a key."""
         return self._num_blocks
 
+    @property
+    def num_first_bytes(self) -> int:
+        """That are hashed for one block, the fewest of all."""
+        start = self._start if self._public is None else min(self._start, self._public._start)
+        return start + self._step
+
+    def native_arguments(self) -> tuple[bytes, int, int, int, bytes, int, int, int]:
+        """For native code with the same rule: the bytes that are hashed, where the first block begins in them, bytes of
+        a block, blocks; then bytes, beginning and blocks of the public part; the seed."""
+        public = self._public
+        common = (b"", 0, 0) if public is None else (public._data, public._start, public._num_blocks)
+        return self._data, self._start, self._step, self._num_blocks, *common, self._seed
+
     def key(self, num_blocks: int) -> bytes:
         """Of the first `num_blocks` blocks, 1 to `len(self)`. One pass over the prefix, at memory speed."""
         if not 1 <= num_blocks <= self._num_blocks:
             raise InternalError(f"a prefix of {num_blocks} blocks has no key: the prompt has {self._num_blocks}")
         if self._public is not None and num_blocks <= len(self._public):
             return self._public.key(num_blocks)
-        return xxhash.xxh3_128_digest(self._bytes[: self._start + num_blocks * self._step], self._seed)
+        return xxhash.xxh3_128_digest(self._view[: self._start + num_blocks * self._step], self._seed)
 
     def prober(self) -> Callable[[int], int]:
         """From a number of blocks, 1 to `len(self)` (not checked: it is called in the innermost loop), to the short
         form of `key`."""
-        data, start, step, seed, digest = self._bytes, self._start, self._step, self._seed, xxhash.xxh3_128_intdigest
+        data, start, step, seed, digest = self._view, self._start, self._step, self._seed, xxhash.xxh3_128_intdigest
         if self._public is None:
             return lambda num_blocks: digest(data[: start + num_blocks * step], seed) >> _DROPPED_BITS
         num_public, public = len(self._public), self._public.prober()
@@ -83,12 +107,12 @@ class RoutingKeys:
     def all(self) -> list[bytes]:
         """Of every boundary, in order. One pass over the prompt."""
         running = RunningRoutingKey(self._seed, self._scope, self._num_public_tokens)
-        return [running.extend(self._bytes[i : i + self._step]) for i in self._block_starts()]
+        return [running.extend(self._view[i : i + self._step]) for i in self._block_starts()]
 
     def all_short(self) -> list[int]:
         """The short form of `all()`."""
         running = RunningRoutingKey(self._seed, self._scope, self._num_public_tokens)
-        return [running.extend_short(self._bytes[i : i + self._step]) for i in self._block_starts()]
+        return [running.extend_short(self._view[i : i + self._step]) for i in self._block_starts()]
 
     def _block_starts(self) -> range:
         return range(self._start, self._start + self._num_blocks * self._step, self._step)

@@ -19,6 +19,7 @@ import uvloop
 
 from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError, EngineError
+from engine.native.build import default_cache
 from router.config import RouterConfig
 from router.server import RouterServer
 
@@ -35,6 +36,7 @@ async def serve(config: RouterConfig, grace_s: float) -> None:
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, asked_to_stop.set)
         ready = {"address": address, "http_address": server.http_address, "router_id": config.router_id}
+        ready |= {"prefix_index": server.registry.index.implementation}
         print(json.dumps(ready | {"pid": os.getpid()}), flush=True)
         await asked_to_stop.wait()
         for number in STOP_SIGNALS:
@@ -76,6 +78,11 @@ async def serve(config: RouterConfig, grace_s: float) -> None:
 )
 @click.option(
     "--routing-seed", type=int, default=0, show_default=True, help="The same for all routers of a cluster, best secret."
+)
+@click.option(
+    "--native-cache",
+    default=lambda: str(default_cache()),
+    help="Folder for native libraries, compiled at the first start; '' does without.",
 )
 @click.option("--grace-s", type=float, default=5.0, show_default=True, help="For live requests on a stop.")
 def main(

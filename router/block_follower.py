@@ -8,13 +8,11 @@ between. Until it begins the worker counts as holding what was noted so far, the
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.errors import ProtocolError
-from engine.routing_key import SHORT_BITS, SHORT_BYTES
+from engine.routing_key import SHORT_BYTES
 from kvrelay.v1 import worker_pb2
 from router.prefix_index import PrefixIndex
 
@@ -22,9 +20,7 @@ ASK_AGAIN_S = 5.0
 """A list that does not begin for so long is asked for anew."""
 MIN_GAP_S = 0.1
 """Between two questions: a worker whose digest never agrees costs no more than that."""
-MAX_KEYS = 65_536
-"""In a message. Each takes the event loop about half a microsecond."""
-_MODULUS = 1 << 64
+_MASK = (1 << 64) - 1
 
 
 class FollowerState(StrEnum):
@@ -53,7 +49,7 @@ class FollowerCounts:
 
 
 class BlockFollower:
-    """Invariant: what the index has under `slot` is what `_digest` says, unless keys were evicted there."""
+    """Invariant: what the index has under `slot` is what `digest` says, unless keys were evicted there."""
 
     def __init__(self, index: PrefixIndex, ask: Callable[[int], None], now: float) -> None:
         """`ask(number)` sends for a list; it is called here too. `now`: monotonic seconds, as everywhere."""
@@ -61,9 +57,12 @@ class BlockFollower:
         self.state = FollowerState.ASKED
         self.slot = index.add_worker()
         """In the index. Changes with every list."""
+        self.num_keys = 0
+        """Noted under `slot`, those that were evicted since included."""
         self._index = index
         self._ask = ask
-        self._digest = 0
+        self.digest = 0
+        """Their sum, modulo 2^64."""
         self._sequence = 0
         """Of the last message noted."""
         self._evictions = index.evictions
@@ -81,7 +80,7 @@ class BlockFollower:
         return now - self._current_at
 
     def apply(self, message: worker_pb2.BlockChanges, now: float) -> None:
-        """Raises `ProtocolError` for keys that cannot be."""
+        """Raises `ProtocolError` for keys that cannot be, `CapacityError` without memory; nothing may follow then."""
         self.counts.messages += 1
         self._index.maintain()
         if self.state is FollowerState.ASKED:
@@ -111,16 +110,18 @@ class BlockFollower:
 
     def check_integrity(self) -> None:
         if self._evictions == self._index.evictions:
-            assert sum(self._index.resident(self.slot)) % _MODULUS == self._digest, "not what the digest says"
+            assert sum(self._index.resident(self.slot)) & _MASK == self.digest, "not what the digest says"
+            assert sum(1 for _ in self._index.resident(self.slot)) == self.num_keys, "not as many keys as counted"
 
     def _note(self, message: worker_pb2.BlockChanges) -> None:
-        removed, stored = _keys(message.removed), _keys(message.stored)
-        self.counts.keys += len(removed) + len(stored)
-        gone, added = self._index.remove(self.slot, removed), self._index.store(self.slot, stored)
-        self._digest = (self._digest + added - gone) % _MODULUS
+        removed, stored = message.removed, message.stored
+        self.counts.keys += (len(removed) + len(stored)) // SHORT_BYTES
+        change, num_more = self._index.apply(self.slot, removed, stored)
+        self.digest = (self.digest + change) & _MASK
+        self.num_keys += num_more
 
     def _check(self, message: worker_pb2.BlockChanges, now: float) -> None:
-        if message.digest == self._digest or self._index.evictions != self._evictions:
+        if message.digest == self.digest or self._index.evictions != self._evictions:
             self._current_at = now
         else:
             self.counts.differences += 1
@@ -145,14 +146,4 @@ class BlockFollower:
     def _forget(self) -> None:
         self._index.drop_worker(self.slot)
         self.slot = self._index.add_worker()
-        self._digest, self._evictions = 0, self._index.evictions
-
-
-def _keys(packed: bytes) -> Sequence[int]:
-    num_keys, rest = divmod(len(packed), SHORT_BYTES)
-    if rest or num_keys > MAX_KEYS:
-        raise ProtocolError(f"block changes with {len(packed)} bytes of keys: {SHORT_BYTES} each, at most {MAX_KEYS}")
-    keys = struct.unpack(f"<{num_keys}Q", packed)
-    if keys and max(keys) >> SHORT_BITS:
-        raise ProtocolError(f"a routing key of more than {SHORT_BITS} bits")
-    return keys
+        self.digest, self.num_keys, self._evictions = 0, 0, self._index.evictions

@@ -75,6 +75,8 @@ class RouterConfig:
     routing_seed: int = 0
     """Of routing keys; the same for all routers of a cluster, also after a restart. Who knows it can have requests sent
     to the wrong worker, and nothing else: `kvrelay up` draws one."""
+    native_cache: str = ""
+    """Folder for native libraries, compiled at the first start; empty: the prefix index is in Python."""
     index_bytes: int = 512 * MIB
     """The prefix index takes no more. Too low: prompts are sent to workers that do not hold their beginning."""
     speculation_s: float = 10.0

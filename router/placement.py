@@ -64,11 +64,10 @@ class Placer:
 
     def dispatched(self, placed: Placed) -> None:
         """Both workers are at it: requests that begin alike should meet there before they have told anything."""
-        keys, now = placed.keys.all_short(), self._clock()
-        for worker_id in {placed.placement.prefill_worker, placed.placement.decode_worker} - {""}:
-            slot = self._registry.session(worker_id).snapshot().slot
-            if slot is not None:
-                self._registry.index.speculate(slot, keys, now)
+        worker_ids = {placed.placement.prefill_worker, placed.placement.decode_worker} - {""}
+        slots = [self._registry.session(worker_id).snapshot().slot for worker_id in worker_ids]
+        told = [slot for slot in slots if slot is not None]
+        self._registry.index.speculate_prompt(told, placed.keys, self._clock())
 
     def learn(self, placed: Placed, attempt: Attempt, waterfall: router_pb2.Waterfall) -> dict[str, float]:
         """Learn from an attempt that came to its end. Returns what the terms of its price came to, in milliseconds, as

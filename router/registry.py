@@ -15,6 +15,7 @@ from kvrelay.v1 import worker_pb2
 from router.config import RouterConfig
 from router.peer import Peer, check_peer
 from router.prefix_index import PrefixIndex
+from router.reference_index import ReferenceIndex
 from router.session import WorkerSession
 from router.snapshot import DECODE, PREFILL, WorkerSnapshot
 from router.worker_client import WorkerClient, WorkerState
@@ -46,10 +47,11 @@ class Registry:
     size; a client is in `_clients` exactly while its task is in `_tasks`.
     """
 
-    def __init__(self, config: RouterConfig, fingerprint: bytes) -> None:
+    def __init__(self, config: RouterConfig, fingerprint: bytes, index: PrefixIndex | None = None) -> None:
+        """`index`: by default one in Python."""
         self._config = config
         self._fingerprint = fingerprint
-        self.index = PrefixIndex(config.index_bytes, config.speculation_s)
+        self.index = index or ReferenceIndex(config.index_bytes, config.speculation_s)
         """Of what is resident at the ready workers."""
         self._clients: dict[str, WorkerClient] = {}
         """By worker id where the cluster told it, else by address."""

@@ -20,6 +20,7 @@ from router.http.routes import Routes
 from router.http.server import HttpServer
 from router.malformed import RefuseMalformed
 from router.metrics import RouterMetrics
+from router.native.index import make_index
 from router.registry import Registry
 from router.served_model import ServedModel, load_served_model
 from router.service import AdminService, RouterService
@@ -75,7 +76,10 @@ class RouterServer:
             model = await asyncio.to_thread(
                 load_served_model, Path(config.model_path), config.model_name, config.public_prefixes
             )
-        registry = Registry(self._config, model.fingerprint)
+        index = await asyncio.to_thread(
+            make_index, self._config.index_bytes, self._config.speculation_s, self._config.native_cache
+        )
+        registry = Registry(self._config, model.fingerprint, index)
         dispatcher = Dispatcher(self._config, model, registry)
         metrics = RouterMetrics(dispatcher.admission, registry, dispatcher.history)
         front = FrontDoor(self._config, tenants, dispatcher, metrics)

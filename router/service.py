@@ -168,6 +168,7 @@ def _index_status(registry: Registry) -> router_pb2.PrefixIndexStatus:
         num_bytes=stats.num_bytes,
         max_bytes=stats.max_bytes,
         evictions=stats.evictions,
+        implementation=registry.index.implementation,
     )
 
 
@@ -200,6 +201,8 @@ def _worker_status(client: WorkerClient, now: float) -> router_pb2.WorkerStatus:
             status.blocks_state = blocks.state.value
             status.blocks_staleness_s = blocks.staleness_s(now)
             status.blocks_lists = blocks.counts.lists
+            status.blocks_noted = blocks.num_keys
+            status.blocks_digest = blocks.digest
     return status
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from engine.cluster_key import ClusterKey
 from engine.config import DTYPE_BYTES, KERNELS, PREEMPTIONS, EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.knobs import KNOBS
+from engine.native.build import default_cache
 from kv_transfer.identity import DEFAULT_TRANSPORTS, parse_transports
 from worker.config import WorkerConfig
 from worker.knob_options import knob_option
@@ -77,7 +76,7 @@ def _options() -> list[click.Parameter]:
         option(
             "--native-cache",
             "Folder for native libraries, compiled at the first start.",
-            default=lambda: str(Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}" / "native"),
+            default=lambda: str(default_cache()),
         ),
         option(
             "--kv-transports",

@@ -1,7 +1,7 @@
 """Dynamo's prefix index and selection service beside ours, in Dynamo's environment: one process, interleaved.
 
-Arguments: our repository, workers, conversations, rounds. Prints microseconds, one figure a round. Answers of both
-sides are compared: the worker that holds a prompt must be found, to the same depth.
+Arguments: our repository, workers, conversations, rounds, our folder of native libraries. Prints microseconds, one
+figure a round. Answers of both sides are compared: the worker that holds a prompt must be found, to the same depth.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ sys.path.insert(0, sys.argv[1])
 
 from bench import router_index_load as load
 from engine.routing_key import RoutingKeys
+from router.prefix_index import PackedKeys
 
 VISIBLE_WITHIN_S = 120.0
 MODEL = "m"
@@ -57,8 +58,8 @@ def chain_of(conversation: load.Conversation) -> list[int]:
     return RoutingKeys(load.SEED, b"", conversation.tokens, load.BLOCK_SIZE).all_short()
 
 
-def tree_figures(num_workers: int, held: list[load.Conversation], rounds: int) -> tuple[dict[str, Any], load.OurIndex]:
-    dynamo, ours = DynamoTree(), load.OurIndex(num_workers)
+def tree_figures(ours: load.OurIndex, held: list[load.Conversation], rounds: int) -> dict[str, Any]:
+    dynamo = DynamoTree()
     for conversation in held:
         hashes = compute_block_hash_for_seq(conversation.token_list(), load.BLOCK_SIZE)
         dynamo.feed(conversation.worker, dynamo.events(hashes, chain_of(conversation)))
@@ -66,7 +67,7 @@ def tree_figures(num_workers: int, held: list[load.Conversation], rounds: int) -
     dynamo.settle()
     rng = random.Random(9)
     asked = rng.sample(held, 100)
-    known = [load.KnownKeys(chain_of(conversation)) for conversation in asked]
+    known = [PackedKeys(chain_of(conversation)) for conversation in asked]
     lists = [conversation.token_list() for conversation in asked]
     hashed = [compute_block_hash_for_seq(tokens, load.BLOCK_SIZE) for tokens in lists]
     for conversation, tokens, hashes in zip(asked, lists, hashed, strict=True):
@@ -96,7 +97,7 @@ def tree_figures(num_workers: int, held: list[load.Conversation], rounds: int) -
     )
     found |= event_figures(dynamo, ours, asked[:20], hashed, rounds)
     ours.check()
-    return dict(found), ours
+    return dict(found)
 
 
 def event_figures(
@@ -210,9 +211,10 @@ def main() -> None:
     gc.disable()  # or whoever happens to allocate pays for the lists of both
     num_workers, count, rounds = map(int, sys.argv[2:5])
     held = load.conversations(num_workers, count)
-    figures, ours = tree_figures(num_workers, held, rounds)
+    ours = load.OurIndex(num_workers, sys.argv[5])
+    figures = tree_figures(ours, held, rounds)
     figures |= asyncio.run(selection_figures(num_workers, held, ours, rounds))
-    print(json.dumps(figures))
+    print(json.dumps(figures | {"implementation": ours.index.implementation}))
 
 
 if __name__ == "__main__":

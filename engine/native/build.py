@@ -1,4 +1,4 @@
-"""Compiles source files of this folder into shared libraries, once for each machine and content.
+"""Compiles C and C++ files into shared libraries, once for each machine and content.
 
 A library's name holds the digest of all that it was made from, so a cache never gives a stale one, and a process that
 has it needs no compiler. Its own digest lies beside it, so that a damaged one is made again. Processes that start at
@@ -28,6 +28,11 @@ THIS_CPU = "-march=native"
 COMPILE_TIMEOUT_S = 60.0
 
 
+def default_cache() -> Path:
+    """For processes that are told no other folder: this user's, on this machine."""
+    return Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}" / "native"
+
+
 def load(
     source: str,
     cache: Path,
@@ -35,14 +40,17 @@ def load(
     compilers: Sequence[str] = C_COMPILERS,
     flags: Sequence[str] = C_FLAGS,
     includes: Sequence[str] = (),
+    folder: Path | None = None,
     timeout_s: float = COMPILE_TIMEOUT_S,
 ) -> ctypes.CDLL:
-    """The library made from `source`, a file beside this one as those that it includes are, kept in `cache`.
+    """The library made from `source`, a file in `folder` (by default beside this one) as those that it includes are,
+    kept in `cache`.
 
     Raises `NativeUnavailable`, with why.
     """
-    text = FOLDER / source
-    library = cache / _name(text, [FOLDER / name for name in includes], flags)
+    folder = folder or FOLDER
+    text = folder / source
+    library = cache / _name(text, [folder / name for name in includes], flags)
     if not _is_whole(library):
         _compile(text, library, _find(compilers), flags, timeout_s)
     _check_owner(library)

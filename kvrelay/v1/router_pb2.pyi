@@ -802,6 +802,7 @@ class PrefixIndexStatus(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     EVICTIONS_FIELD_NUMBER: _builtins.int
+    IMPLEMENTATION_FIELD_NUMBER: _builtins.int
     keys: _builtins.int
     speculative_keys: _builtins.int
     """Of dispatched work that no worker has told yet."""
@@ -809,6 +810,8 @@ class PrefixIndexStatus(_message.Message):
     max_bytes: _builtins.int
     evictions: _builtins.int
     """Keys dropped for want of room, since the start."""
+    implementation: _builtins.str
+    """"native", or "python" and why."""
     def __init__(
         self,
         *,
@@ -817,10 +820,11 @@ class PrefixIndexStatus(_message.Message):
         num_bytes: _builtins.int = ...,
         max_bytes: _builtins.int = ...,
         evictions: _builtins.int = ...,
+        implementation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evictions", b"evictions", "keys", b"keys", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "speculative_keys", b"speculative_keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evictions", b"evictions", "implementation", b"implementation", "keys", b"keys", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "speculative_keys", b"speculative_keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -905,6 +909,8 @@ class WorkerStatus(_message.Message):
     BLOCKS_STATE_FIELD_NUMBER: _builtins.int
     BLOCKS_STALENESS_S_FIELD_NUMBER: _builtins.int
     BLOCKS_LISTS_FIELD_NUMBER: _builtins.int
+    BLOCKS_NOTED_FIELD_NUMBER: _builtins.int
+    BLOCKS_DIGEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     role: _builtins.str
@@ -932,6 +938,10 @@ class WorkerStatus(_message.Message):
     """How old what the router has noted of its blocks may be."""
     blocks_lists: _builtins.int
     """Asked for in this session. More than one: changes were lost or differed."""
+    blocks_noted: _builtins.int
+    """Routing keys that the router has noted for it, those evicted since included."""
+    blocks_digest: _builtins.int
+    """Their sum, modulo 2^64."""
     @_builtins.property
     def errors(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Counted typed errors."""
@@ -961,10 +971,12 @@ class WorkerStatus(_message.Message):
         blocks_state: _builtins.str = ...,
         blocks_staleness_s: _builtins.float = ...,
         blocks_lists: _builtins.int = ...,
+        blocks_noted: _builtins.int = ...,
+        blocks_digest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_lists", b"blocks_lists", "blocks_owned", b"blocks_owned", "blocks_quarantined", b"blocks_quarantined", "blocks_staleness_s", b"blocks_staleness_s", "blocks_state", b"blocks_state", "blocks_total", b"blocks_total", "decode_step_ms", b"decode_step_ms", "detail", b"detail", "errors", b"errors", "incarnation", b"incarnation", "pid", b"pid", "prefill_tokens_per_s", b"prefill_tokens_per_s", "resident_bytes", b"resident_bytes", "role", b"role", "running", b"running", "state", b"state", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks_cached", b"blocks_cached", "blocks_digest", b"blocks_digest", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_lists", b"blocks_lists", "blocks_noted", b"blocks_noted", "blocks_owned", b"blocks_owned", "blocks_quarantined", b"blocks_quarantined", "blocks_staleness_s", b"blocks_staleness_s", "blocks_state", b"blocks_state", "blocks_total", b"blocks_total", "decode_step_ms", b"decode_step_ms", "detail", b"detail", "errors", b"errors", "incarnation", b"incarnation", "pid", b"pid", "prefill_tokens_per_s", b"prefill_tokens_per_s", "resident_bytes", b"resident_bytes", "role", b"role", "running", b"running", "state", b"state", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,4 +44,4 @@ def test_a_small_run_gives_every_figure() -> None:
     soak(report, 10_000)
     assert report.figures["bytes_per_block"] > 0
     assert report.figures["soak_growth"] > 0
-    assert {"store_ours", "lookup_ours", "decision_ours", "select_ours"} == time_ours(20, 2).keys()
+    assert {"implementation", "store_ours", "lookup_ours", "decision_ours", "select_ours"} == time_ours(20, 2).keys()

@@ -5,16 +5,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from index_implementations import IMPLEMENTATIONS, make
 
 from engine.errors import ProtocolError
 from kvrelay.v1 import worker_pb2
-from router.block_follower import ASK_AGAIN_S, MAX_KEYS, MIN_GAP_S, BlockFollower, FollowerState
-from router.prefix_index import BYTES_PER_KEY, NUM_SHARDS, PrefixIndex
+from router.block_follower import ASK_AGAIN_S, MIN_GAP_S, BlockFollower, FollowerState
+from router.prefix_index import MAX_KEYS, NUM_SHARDS, PrefixIndex
 
 
 class Following:
-    def __init__(self, max_bytes: int = 8 << 20) -> None:
-        self.index = PrefixIndex(max_bytes)
+    def __init__(self, implementation: type[PrefixIndex], max_bytes: int = 8 << 20) -> None:
+        self.index = make(implementation, max_bytes)
         self.asked: list[int] = []
         self.now = 0.0
         self.follower = BlockFollower(self.index, self.asked.append, self.now)
@@ -38,9 +39,9 @@ def pack(*keys: int) -> bytes:
     return struct.pack(f"<{len(keys)}Q", *keys)
 
 
-@pytest.fixture
-def following() -> Iterator[Following]:
-    following = Following()
+@pytest.fixture(params=IMPLEMENTATIONS)
+def following(request: pytest.FixtureRequest) -> Iterator[Following]:
+    following = Following(request.param)
     yield following
     following.follower.check_integrity()
     following.index.check_integrity()
@@ -149,8 +150,9 @@ def test_staleness_grows_from_the_last_message_that_was_right(following: Followi
     assert following.follower.staleness_s(4.5) == 1.5
 
 
-def test_what_the_index_evicts_is_no_difference() -> None:
-    following = Following(NUM_SHARDS * BYTES_PER_KEY)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_the_index_evicts_is_no_difference(implementation: type[PrefixIndex]) -> None:
+    following = Following(implementation, NUM_SHARDS * implementation.BYTES_PER_KEY)
     keys = list(range(1, 4 * NUM_SHARDS))
     following.listed(*keys)
     assert len(following.known()) < len(keys)

@@ -61,8 +61,8 @@ async def ready_line(process: asyncio.subprocess.Process) -> dict[str, object]:
 async def test_a_router_says_where_it_listens_and_ends_on_sigterm(processes: Processes, folder: Path) -> None:
     process = await processes.start("-m", "router", "--model", str(folder), "--model-name", "fake", "--router-id", "r")
     report = await ready_line(process)
-    assert set(report) == {"address", "http_address", "router_id", "pid"}
-    assert (report["router_id"], report["pid"]) == ("r", process.pid)
+    assert set(report) == {"address", "http_address", "router_id", "pid", "prefix_index"}
+    assert (report["router_id"], report["pid"], report["prefix_index"]) == ("r", process.pid, "native")
     async with aiohttp.ClientSession() as http, http.get(f"http://{report['http_address']}/v1/models") as response:
         assert [card["id"] for card in (await response.json())["data"]] == ["fake"]
     async with grpc.aio.insecure_channel(str(report["address"])) as channel:

@@ -3,17 +3,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from index_implementations import IMPLEMENTATIONS, make
 from key_trees import Path, PathKeys, keys_of, prefixes
 
-from engine.errors import ConfigError
-from router.prefix_index import BYTES_PER_KEY, MAX_MATCHES, NUM_SHARDS, PACK_EVERY, Match, PrefixIndex
+from engine.errors import ConfigError, ProtocolError
+from engine.routing_key import RoutingKeys
+from router.prefix_index import (
+    MAX_KEYS,
+    MAX_MATCHES,
+    NUM_SHARDS,
+    PACK_EVERY,
+    Match,
+    PackedKeys,
+    PrefixIndex,
+    pack_keys,
+)
 
 MIB = 1 << 20
 
 
-@pytest.fixture
-def index() -> Iterator[PrefixIndex]:
-    index = PrefixIndex(8 * MIB, speculation_s=10.0)
+@pytest.fixture(params=IMPLEMENTATIONS)
+def index(request: pytest.FixtureRequest) -> Iterator[PrefixIndex]:
+    index = make(request.param, 8 * MIB)
     yield index
     index.check_integrity()
 
@@ -93,7 +104,7 @@ def test_without_a_free_slot_the_dead_ones_are_swept(index: PrefixIndex) -> None
 
 
 def test_over_the_budget_the_keys_used_longest_ago_go(index: PrefixIndex) -> None:
-    max_keys = index.stats().max_bytes // BYTES_PER_KEY
+    max_keys = index.stats().max_bytes // index.BYTES_PER_KEY
     slot, hot = index.add_worker(), list(range(2**40, 2**40 + 2 * NUM_SHARDS))
     index.store(slot, hot)
     for start in range(0, 3 * max_keys, 1000):
@@ -108,7 +119,7 @@ def test_over_the_budget_the_keys_used_longest_ago_go(index: PrefixIndex) -> Non
 
 
 def test_what_a_dispatched_prompt_uses_is_not_evicted(index: PrefixIndex) -> None:
-    max_keys = index.stats().max_bytes // BYTES_PER_KEY
+    max_keys = index.stats().max_bytes // index.BYTES_PER_KEY
     slot = index.add_worker()
     hot = keys_of(prefixes((1,) * 40))
     index.store(slot, hot)
@@ -137,31 +148,87 @@ def test_dispatched_work_of_a_dropped_worker_does_not_count(index: PrefixIndex) 
 
 def test_speculation_is_bounded(index: PrefixIndex) -> None:
     slot = index.add_worker()
-    room = index.stats().max_bytes // BYTES_PER_KEY
+    room = index.stats().max_bytes // index.BYTES_PER_KEY
     index.speculate(slot, range(room), now=0.0)
     assert 0 < index.stats().speculative_keys <= room // 5
 
 
 def test_tables_that_grew_wide_are_packed(index: PrefixIndex) -> None:
     slot = index.add_worker()
-    keys = list(range(24_000))
-    index.store(slot, keys)
+    few, many = list(range(4000)), list(range(4000, 24_000))
+    index.store(slot, few)
     filled = index.stats().num_bytes
-    for start in range(0, 24_000, 1000):  # other keys in their place, again and again
-        for generation in range(1, 8):
-            index.remove(slot, [key + (generation - 1) * 2**30 for key in keys[start : start + 1000]])
-            index.store(slot, [key + generation * 2**30 for key in keys[start : start + 1000]])
+    index.store(slot, many)
+    index.remove(slot, many)
     loose = index.stats().num_bytes
     for _ in range(PACK_EVERY):
         sweep(index)
-    packed = index.stats().num_bytes
-    assert packed < loose
-    assert packed <= 1.05 * filled
+    assert index.stats().num_bytes < min(2 * filled, 0.8 * loose)
+    assert sorted(index.resident(slot)) == few
 
 
-def test_a_budget_without_room_for_the_tables_is_refused() -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_budget_without_room_for_the_tables_is_refused(implementation: type[PrefixIndex]) -> None:
     with pytest.raises(ConfigError, match="at least"):
-        PrefixIndex(NUM_SHARDS * BYTES_PER_KEY - 1)
+        make(implementation, NUM_SHARDS * implementation.BYTES_PER_KEY - 1)
+
+
+def test_a_change_tells_what_it_was_in_keys_and_their_sum(index: PrefixIndex) -> None:
+    slot = index.add_worker()
+    assert index.apply(slot, pack_keys([9]), pack_keys([1, 2, 3])) == (6, 3)
+    assert index.apply(slot, pack_keys([2, 3]), pack_keys([3, 7])) == (5, 0)
+    assert index.apply(slot, pack_keys([1, 3, 7]), b"") == (2**64 - 11, -3)
+
+
+@pytest.mark.parametrize(
+    ("removed", "stored"),
+    [(b"1234567", b""), (b"", pack_keys([5, 2**60])), (pack_keys([2**63]), b""), (b"", bytes(8 * MAX_KEYS + 8))],
+)
+def test_keys_that_cannot_be_change_nothing(index: PrefixIndex, removed: bytes, stored: bytes) -> None:
+    slot = hold(index, path(5))
+    with pytest.raises(ProtocolError):
+        index.apply(slot, removed, stored)
+    assert sorted(index.resident(slot)) == sorted(keys_of(prefixes(path(5))))
+
+
+def test_the_largest_change_is_taken(index: PrefixIndex) -> None:
+    slot = index.add_worker()
+    assert index.apply(slot, b"", pack_keys(range(MAX_KEYS)))[1] == MAX_KEYS
+    assert index.stats().keys <= index.stats().max_bytes // index.BYTES_PER_KEY
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("num_public_tokens", [0, 100])
+def test_prompts_are_looked_up_by_their_tokens(index: PrefixIndex, block_size: int, num_public_tokens: int) -> None:
+    tokens = bytes(range(256)) * 4
+    slot, half = index.add_worker(), 128 // block_size
+    keys = RoutingKeys(7, b"scope", tokens, block_size, num_public_tokens)
+    index.store(slot, keys.all_short()[:half])
+    assert index.lookup(keys, 0.0) == [Match(half, 1 << slot)]
+    assert index.lookup(PackedKeys(keys.all_short()), 0.0) == [Match(half, 1 << slot)]
+    other = RoutingKeys(7, b"another", tokens, block_size, num_public_tokens)
+    assert index.lookup(other, 0.0) == (
+        [Match(num_public_tokens // block_size, 1 << slot)] if num_public_tokens else []
+    )
+
+
+def test_a_dispatched_prompt_counts_at_each_of_its_workers(index: PrefixIndex) -> None:
+    slots = [index.add_worker(), index.add_worker()]
+    keys = RoutingKeys(7, b"scope", bytes(range(256)) * 4, 16, num_public_tokens=40)
+    index.speculate_prompt(slots, keys, now=0.0)
+    assert index.lookup(keys, 1.0) == [Match(16, 3)]
+    index.speculate_prompt([], keys, now=30.0)
+    assert index.lookup(keys, 30.0) == []
+
+
+def test_any_slot_can_hold_a_key_with_any_other(index: PrefixIndex) -> None:
+    slots = [index.add_worker() for _ in range(130)]
+    for slot in slots:
+        index.store(slot, [slot, 1000])
+    assert index.lookup(PackedKeys([1000]), 0.0) == [Match(1, sum(1 << slot for slot in slots))]
+    for slot in slots[1:]:
+        index.remove(slot, [1000])
+    assert index.lookup(PackedKeys([1000]), 0.0) == [Match(1, 1 << slots[0])]
 
 
 def test_a_slot_that_is_given_again_has_nothing_of_what_was_expected_of_the_last_one(index: PrefixIndex) -> None:

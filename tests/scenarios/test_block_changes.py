@@ -7,6 +7,7 @@ import random
 import struct
 
 import pytest
+from index_implementations import IMPLEMENTATIONS, make
 
 from engine.block_events import BlockEvent, Cleared, Removed, Snapshot, Stored
 from kvrelay.v1 import worker_pb2
@@ -43,10 +44,11 @@ class Wire:
         return arriving
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_lost_repeated_and_reordered_messages_leave_no_difference(seed: int) -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("seed", range(10))
+def test_lost_repeated_and_reordered_messages_leave_no_difference(seed: int, implementation: type[PrefixIndex]) -> None:
     rng = random.Random(seed)
-    index, wire, now = PrefixIndex(64 << 20), Wire(rng), 0.0
+    index, wire, now = make(implementation, 64 << 20), Wire(rng), 0.0
     feed = BlockFeed(4 * KEYS_PER_PART, lambda _: None)
     outbox = feed.open(lambda: None)
     follower = BlockFollower(index, outbox.list_blocks, now)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from typing import NamedTuple
 
 from router.learnt_rates import LearntRates
 from router.snapshot import ROLES, WorkerSnapshot
@@ -22,9 +23,8 @@ STREAM_SHARE = 0.05
 """How much longer one more stream makes a decode step, as a share of the step."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCosts:
-    """In milliseconds."""
+class WorkerCosts(NamedTuple):
+    """In milliseconds. A tuple, because one is made for every decision."""
 
     worker: WorkerSnapshot
     token_ms: float

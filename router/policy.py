@@ -26,9 +26,11 @@ AFFINITY = 6.0
 copy is work that later requests wait for; `bench.replay` has the figures. From 4 on they change little."""
 TIE_MS, TIE_SHARE = 1.0, 0.05
 """Prices this close are equal: estimates are no better, and equal prompts should meet at the same worker."""
-MAX_CHANGES = 64
+MAX_CHANGES, CHANGES_PER_WORKER = 64, 4
 """After so many changed snapshots all costs are worked out anew, with them the rates assumed for unknown workers and
 what a cached token is worth."""
+MAX_HOLDER_SETS = 1024
+"""That are remembered as positions: many prompts begin with what the same workers hold."""
 MAX_PER_ROLE = 8
 """Workers of a role that are combined into pairs, best first. Bounds the cost of a decision."""
 _MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -95,37 +97,50 @@ class _Use:
         self._base_ms, self._token_ms, self._held_ms = (list(map(cost, members)) for cost in self._costs)
         self._slots = [_slot(member) for member in members]
         self._rooms = [member.room for member in members]
+        self._least_room = min(self._rooms, default=0)
         self._position = {member.worker_id: i for i, member in enumerate(members)}
-        self._index = {slot: i for i, slot in enumerate(self._slots)}
+        self._holders: dict[int, list[int]] = {}
+        """Of a set of slots: the positions of those members that are in it."""
 
     def replace(self, member: WorkerCosts) -> None:
         """New costs of a worker that is among them."""
         i = self._position[member.worker_id]
         self.members[i] = member
         self._base_ms[i], self._token_ms[i], self._held_ms[i] = (cost(member) for cost in self._costs)
-        self._rooms[i] = member.room
+        before, self._rooms[i] = self._rooms[i], member.room
+        if member.room < self._least_room or before == self._least_room:
+            self._least_room = min(self._rooms)
         if self._slots[i] != _slot(member):
             self._slots[i] = _slot(member)
-            self._index = {slot: i for i, slot in enumerate(self._slots)}
+            self._holders.clear()
 
     def held(self, request: PlacementRequest) -> list[int]:
         """Tokens of the prompt at each worker. The last token is computed in any case."""
         held = [0] * len(self.members)
         for num_blocks, slots in request.matches:
             tokens = min(num_blocks * self.members[0].worker.block_size, request.num_tokens - 1)
-            if slots & (slots - 1):
-                held = [tokens if slots >> slot & 1 else before for before, slot in zip(held, self._slots, strict=True)]
-            elif (i := self._index.get(slots.bit_length() - 1)) is not None:
+            for i in self._holders_of(slots):
                 held[i] = tokens
         return held
 
     def ranks(self, request: PlacementRequest, held: Sequence[int], *, with_blocks: bool) -> list[float]:
-        n, total = request.num_tokens, request.max_total_tokens
-        costs = zip(self._base_ms, self._token_ms, self._held_ms, held, strict=True)
-        ranks = [base + n * token - tokens * saved for base, token, saved, tokens in costs]
-        if with_blocks and total > min(self._rooms):
+        n, total, held_ms = request.num_tokens, request.max_total_tokens, self._held_ms
+        ranks = [base + n * token for base, token in zip(self._base_ms, self._token_ms, strict=True)]
+        if request.matches:
+            for i, tokens in enumerate(held):
+                if tokens:
+                    ranks[i] -= tokens * held_ms[i]
+        if with_blocks and total > self._least_room:
             ranks = [rank + member.blocks_ms(total) for rank, member in zip(ranks, self.members, strict=True)]
         return ranks
+
+    def _holders_of(self, slots: int) -> Sequence[int]:
+        holders = self._holders.get(slots)
+        if holders is None:
+            if len(self._holders) >= MAX_HOLDER_SETS:
+                self._holders.clear()
+            holders = self._holders[slots] = [i for i, slot in enumerate(self._slots) if slots >> slot & 1]
+        return holders
 
 
 def _slot(member: WorkerCosts) -> int:
@@ -153,7 +168,7 @@ class Fleet:
             self._start_over(workers)
             return
         self._num_changes += len(changed)
-        if self._num_changes > MAX_CHANGES:
+        if self._num_changes > max(MAX_CHANGES, CHANGES_PER_WORKER * len(known)):
             self._start_over(workers)
             return
         for worker in changed:

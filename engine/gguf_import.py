@@ -1,7 +1,7 @@
 """Turns a GGUF file into a model folder in Hugging Face's layout, with the weights dequantized to bfloat16.
 
-Knows what llama.cpp does to a Llama model when it writes GGUF, and undoes it. Where the folder goes, and that it
-appears whole or not at all, is `engine.model_store`'s concern.
+Undoes what llama.cpp does to a model when it writes GGUF; how that differs by family, `engine.gguf_families` knows.
+Where the folder goes, and that it appears whole or not at all, is `engine.model_store`'s concern.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from engine.errors import ModelError
+from engine.gguf_families import GgufFamily, find_family
 from engine.gguf_file import Floats, GgufFile, GgufTensor
 from engine.gguf_tokenizer import write_tokenizer
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the share of it that is done, in [0, 1]."""
 
-_ARCHITECTURE = "llama"
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -33,52 +33,50 @@ def import_gguf(source: Path, folder: Path, progress: Progress) -> None:
     the files: throw it away.
     """
     gguf = GgufFile(source)
-    config = _config(gguf)
+    family = find_family(gguf)
+    config = _config(gguf, family)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {key: config[key] for key in ("bos_token_id", "eos_token_id")})
     write_tokenizer(gguf, folder)
-    _write_weights(gguf, config, folder / "model.safetensors", progress)
+    _write_weights(gguf, _sources(gguf, config, family), folder / "model.safetensors", progress)
 
 
-def _config(gguf: GgufFile) -> dict[str, Any]:
-    """Fields of Hugging Face's `LlamaConfig`."""
-    architecture = gguf.get("general.architecture", str)
-    if architecture != _ARCHITECTURE:
-        raise ModelError(f"{gguf.path}: architecture {architecture!r} is not supported, only {_ARCHITECTURE!r}")
-    for key in ("llama.expert_count", "llama.rope.scaling.type"):
-        if gguf.metadata.get(key) not in (None, 0, "none"):
-            raise ModelError(f"{gguf.path}: {key} = {gguf.metadata[key]!r} is not supported")
-    hidden_size = gguf.get("llama.embedding_length", int)
-    num_heads = gguf.get("llama.attention.head_count", int)
+def _config(gguf: GgufFile, family: GgufFamily) -> dict[str, Any]:
+    """Fields of the configuration in transformers."""
+    arch = gguf.get("general.architecture", str)
+    if gguf.metadata.get(f"{arch}.expert_count") not in (None, 0):
+        raise ModelError(
+            f"{gguf.path}: {arch}.expert_count = {gguf.metadata[f'{arch}.expert_count']!r} is not supported"
+        )
+    hidden_size = gguf.get(f"{arch}.embedding_length", int)
+    num_heads = gguf.get(f"{arch}.attention.head_count", int)
     if num_heads < 1 or hidden_size < 1:
         raise ModelError(f"{gguf.path}: {num_heads} heads over a width of {hidden_size} make no model")
-    head_dim = gguf.get("llama.attention.key_length", int, hidden_size // num_heads)
-    if gguf.get("llama.rope.dimension_count", int, head_dim) != head_dim:
+    head_dim = gguf.get(f"{arch}.attention.key_length", int, hidden_size // num_heads)
+    if gguf.get(f"{arch}.rope.dimension_count", int, head_dim) != head_dim:
         raise ModelError(f"{gguf.path}: rotary embedding over a part of each head is not supported")
     if "token_embd.weight" not in gguf.tensors:
         raise ModelError(f"{gguf.path} has no tensor token_embd.weight")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    config = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": gguf.get("llama.feed_forward_length", int),
-        "num_hidden_layers": gguf.get("llama.block_count", int),
+        "intermediate_size": gguf.get(f"{arch}.feed_forward_length", int),
+        "num_hidden_layers": gguf.get(f"{arch}.block_count", int),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": gguf.get("llama.attention.head_count_kv", int, num_heads),
+        "num_key_value_heads": gguf.get(f"{arch}.attention.head_count_kv", int, num_heads),
         "head_dim": head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "max_position_embeddings": gguf.get("llama.context_length", int),
-        "rms_norm_eps": _decimal(gguf.get("llama.attention.layer_norm_rms_epsilon", float)),
-        "rope_theta": _decimal(gguf.get("llama.rope.freq_base", float, 10000.0)),
-        "rope_scaling": _rope_scaling(gguf, head_dim),
+        "max_position_embeddings": gguf.get(f"{arch}.context_length", int),
+        "rms_norm_eps": _decimal(gguf.get(f"{arch}.attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": _decimal(gguf.get(f"{arch}.rope.freq_base", float, family.rope_theta)),
+        "rope_scaling": _rope_scaling(gguf, arch, head_dim),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _stop_ids(gguf),
         "torch_dtype": "bfloat16",
     }
+    return config | family.settings(gguf, config)
 
 
 def _decimal(value: float) -> float:
@@ -86,12 +84,17 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope_scaling(gguf: GgufFile, head_dim: int) -> dict[str, Any] | None:
-    """Llama 3's scaling. GGUF holds only what comes out of it: a divisor for each rotary frequency.
+def _rope_scaling(gguf: GgufFile, arch: str, head_dim: int) -> dict[str, Any] | None:
+    """Linear, or Llama 3's. Of that GGUF holds only what comes out of it: a divisor for each rotary frequency.
 
     The largest divisor is the factor; the other settings are those of every Llama 3.1 to 3.3, and are checked by
     working the divisors out again.
     """
+    kind = gguf.metadata.get(f"{arch}.rope.scaling.type") or "none"
+    if kind not in ("none", "linear"):
+        raise ModelError(f"{gguf.path}: {arch}.rope.scaling.type = {kind!r} is not supported")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": _decimal(gguf.get(f"{arch}.rope.scaling.factor", float))}
     if _ROPE_FACTORS not in gguf.tensors:
         return None
     divisors = gguf.tensors[_ROPE_FACTORS].dequantized()
@@ -103,7 +106,7 @@ def _rope_scaling(gguf: GgufFile, head_dim: int) -> dict[str, Any] | None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    theta = gguf.get("llama.rope.freq_base", float, 10000.0)
+    theta = gguf.get(f"{arch}.rope.freq_base", float, 10000.0)
     rotations = 8192 / (2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim))  # over the original context
     blend = np.clip((rotations - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     expected = 1.0 / ((1.0 - blend) / factor + blend)
@@ -129,9 +132,13 @@ class _Source:
     tensor: GgufTensor
     rotary_heads: int = 0
     """Heads whose rows llama.cpp reordered for its rotary embedding; 0 for a tensor that it left alone."""
+    offset: float = 0.0
+    """What llama.cpp added to all values."""
 
     def values(self) -> Floats:
         values = self.tensor.dequantized()
+        if self.offset:
+            values = values - np.float32(self.offset)
         if not self.rotary_heads:
             return values
         # llama.cpp rotates neighbours (0,1), (2,3), ...; Hugging Face rotates halves (0,d/2), (1,d/2+1), ...
@@ -140,26 +147,27 @@ class _Source:
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, width)
 
 
-def _sources(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, _Source]:
-    """Hugging Face name -> source, for exactly the tensors of a Llama decoder of this shape."""
+def _sources(gguf: GgufFile, config: Mapping[str, Any], family: GgufFamily) -> dict[str, _Source]:
+    """Hugging Face name -> source, for exactly the tensors of a decoder of this family and shape."""
     rotary_heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     sources = {}
     unused = dict(gguf.tensors)
     unused.pop(_ROPE_FACTORS, None)
-    for name, (target, shape) in _tensor_names(gguf, config).items():
+    for name, (target, shape) in _tensor_names(gguf, config, family).items():
         tensor = unused.pop(name, None)
         if tensor is None or tensor.shape != shape:
             found = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
             raise ModelError(f"{gguf.path}: tensor {name} is {found}, expected shape {list(shape)}")
-        sources[target] = _Source(tensor, rotary_heads.get(name.split(".")[-2], 0))
+        heads = rotary_heads.get(name.split(".")[-2], 0) if family.reorders_heads else 0
+        sources[target] = _Source(tensor, heads, family.norm_offset if "norm" in name else 0.0)
     if unused:
-        raise ModelError(f"{gguf.path}: tensors that are not of a Llama decoder: {', '.join(sorted(unused)[:5])}")
+        names = ", ".join(sorted(unused)[:5])
+        raise ModelError(f"{gguf.path}: tensors that are not of a {family.model_type} decoder: {names}")
     return sources
 
 
-def _write_weights(gguf: GgufFile, config: Mapping[str, Any], path: Path, progress: Progress) -> None:
+def _write_weights(gguf: GgufFile, sources: Mapping[str, _Source], path: Path, progress: Progress) -> None:
     """One safetensors file in bfloat16, a tensor at a time, so that memory does not grow with the model."""
-    sources = _sources(gguf, config)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, source in sources.items():
@@ -187,31 +195,22 @@ def _bfloat16(values: Floats) -> np.ndarray[Any, np.dtype[np.uint16]]:
     return rounded.astype("<u2")
 
 
-def _tensor_names(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _tensor_names(
+    gguf: GgufFile, config: Mapping[str, Any], family: GgufFamily
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """GGUF name -> (Hugging Face name, shape), for every tensor that the model must have."""
     num_layers = config["num_hidden_layers"]
     if num_layers > len(gguf.tensors):
         raise gguf.damaged(f"{len(gguf.tensors)} tensors for {num_layers} layers")
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    hidden = config["hidden_size"]
     names = {
         "token_embd.weight": ("model.embed_tokens.weight", (config["vocab_size"], hidden)),
         "output_norm.weight": ("model.norm.weight", (hidden,)),
     }
     if not config["tie_word_embeddings"]:
         names["output.weight"] = ("lm_head.weight", (config["vocab_size"], hidden))
-    parts = {
-        "attn_norm": ("input_layernorm", (hidden,)),
-        "attn_q": ("self_attn.q_proj", (q_rows, hidden)),
-        "attn_k": ("self_attn.k_proj", (kv_rows, hidden)),
-        "attn_v": ("self_attn.v_proj", (kv_rows, hidden)),
-        "attn_output": ("self_attn.o_proj", (hidden, q_rows)),
-        "ffn_norm": ("post_attention_layernorm", (hidden,)),
-        "ffn_gate": ("mlp.gate_proj", (inner, hidden)),
-        "ffn_up": ("mlp.up_proj", (inner, hidden)),
-        "ffn_down": ("mlp.down_proj", (hidden, inner)),
-    }
+    parts = family.layer_parts(config)
     for layer in range(num_layers):
         for part, (name, shape) in parts.items():
-            names[f"blk.{layer}.{part}.weight"] = (f"model.layers.{layer}.{name}.weight", shape)
+            names[f"blk.{layer}.{part}"] = (f"model.layers.{layer}.{name}", shape)
     return names

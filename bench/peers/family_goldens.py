@@ -89,6 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_soft_cap": {
         "model_type": "gemma3_text",
         **_GEMMA3,
+        "query_pre_attn_scalar": 16,  # of these two GGUF knows nothing else
         "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"],
         "final_logit_softcapping": 6.0,
@@ -100,8 +101,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     arguments = parser.parse_args()
-    for name in FAMILIES:
+    for name in arguments.only:
         tensors, metadata = make(name)
         path = arguments.folder / f"{name}.safetensors"
         if arguments.compare:

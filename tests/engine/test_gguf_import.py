@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import tiny_gguf
 import torch
+from families import load_family
+from gguf_families import write_gguf
 from golden import golden_records
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tiny_gguf import TinyGguf, TinyModel
+from tiny_llama import PagedRunner
 
 from engine.batch import ForwardBatch
 from engine.config import RopeScaling
@@ -61,6 +64,17 @@ def test_weights_come_back_under_their_names_and_in_their_order(path: Path, tied
     for name, values in model.weights.items():
         assert tensors[name].dtype == torch.bfloat16
         assert torch.equal(tensors[name].float(), torch.from_numpy(values)), name
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama_linear", "smollm2", "qwen2", "qwen3", "gemma3_soft_cap"])
+def test_each_family_comes_back_as_the_model_that_transformers_ran(path: Path, name: str) -> None:
+    family = load_family(name)
+    write_gguf(family, path)
+
+    model = load_model(converted(TinyModel(path, {})), "float32")
+
+    logits = PagedRunner(model, block_size=16).run("a", family.token_ids, [100])
+    assert float((logits - family.logits).abs().max()) < 1e-4
 
 
 def test_quantized_weights_come_back_near(path: Path) -> None:
@@ -118,8 +132,9 @@ def test_another_scaling_is_refused(path: Path) -> None:
         converted(model)
 
 
-def test_numbers_are_split_into_digits_where_the_file_says_smollm(path: Path) -> None:
-    tokenizer = Tokenizer.load(converted(TinyGguf(pre="smollm").write(path)))
+@pytest.mark.parametrize("pre", ["smollm", "qwen2"])
+def test_numbers_are_split_into_digits_where_the_file_says_so(path: Path, pre: str) -> None:
+    tokenizer = Tokenizer.load(converted(TinyGguf(pre=pre).write(path)))
 
     assert [tokenizer.decode([token_id]) for token_id in tokenizer.encode("12")] == ["1", "2"]
 
@@ -150,6 +165,23 @@ def test_merges_and_template_come_back(path: Path) -> None:
     assert tokenizer.eos_token_ids == (2,)
 
 
+def test_sentence_pieces_come_together_in_the_order_of_their_scores(path: Path) -> None:
+    """Of `hell`, `ll` has the best score; so `he` + `ll`, and in `ell` the better `ll` leaves no `el`."""
+    spelt = [*tiny_gguf.CONTROL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = ["\u2581", "h", "e", "l", "o", "ll", "el", "he", "hell", "hello", "\u2581hello"]
+    scores = [0.0] * len(spelt) + [0.0] * 5 + [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
+    made = TinyGguf(tokens=[*spelt, *pieces], scores=scores, add_bos=False)
+    tokenizer = Tokenizer.load(converted(made.write(path)))
+
+    def pieces_of(text: str) -> list[str]:
+        return [([*spelt, *pieces])[token_id] for token_id in tokenizer.encode(text)]
+
+    assert pieces_of("hello hell") == ["\u2581hello", "\u2581", "hell"]
+    assert pieces_of("ell") == ["\u2581", "e", "ll"]
+    assert pieces_of("é") == ["\u2581", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("hello héll")) == "hello héll"
+
+
 def test_progress_rises_to_one(path: Path) -> None:
     shares: list[float] = []
     model = TinyGguf().write(path)
@@ -168,7 +200,7 @@ def test_progress_rises_to_one(path: Path) -> None:
         (TinyGguf(left_out=["blk.1.ffn_up.weight"]), r"blk\.1\.ffn_up\.weight is missing"),
         (TinyGguf(left_out=["token_embd.weight"]), r"no tensor token_embd\.weight"),
         (TinyGguf(replaced={"blk.0.attn_q.weight": np.zeros((8, 32), np.float32)}), r"of shape \[8, 32\], expected"),
-        (TinyGguf(replaced={"blk.0.attn_q.bias": np.zeros(32, np.float32)}), r"not of a Llama decoder: blk\.0\.attn_q"),
+        (TinyGguf(replaced={"blk.0.attn_q.bias": np.zeros(32, np.float32)}), r"not of a llama decoder: blk\.0\.attn_q"),
         (TinyGguf(replaced={"output_norm.weight": np.full(32, np.nan, np.float32)}), "not finite"),
         (TinyGguf(merges=["h e", "q q"]), "merge 'q q' is not of this vocabulary"),
         (TinyGguf(merges=["he"]), "merge 'he' is not of this vocabulary"),

@@ -57,6 +57,8 @@ class TinyGguf:
     """GGUF name -> other values; also for tensors that no Llama has."""
     merges: Sequence[str] = MERGES
     tokens: Sequence[str] = field(default_factory=vocabulary)
+    scores: Sequence[float] | None = None
+    """With them, the vocabulary is one of SentencePiece."""
     eos_token_id: int = 2
 
     def write(self, path: Path) -> TinyModel:
@@ -91,8 +93,11 @@ class TinyGguf:
         writer.add_rope_freq_base(self.rope_theta)
         writer.add_rope_dimension_count(HEAD_DIM)
         writer.add_layer_norm_rms_eps(1e-5)
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(self.pre)
+        writer.add_tokenizer_model("gpt2" if self.scores is None else "llama")
+        if self.scores is None:
+            writer.add_tokenizer_pre(self.pre)
+        else:
+            writer.add_token_scores(list(self.scores))
         writer.add_token_list(list(self.tokens))
         writer.add_token_types([3 if token in CONTROL_TOKENS else 1 for token in self.tokens])
         writer.add_token_merges(list(self.merges))

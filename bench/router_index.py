@@ -28,8 +28,10 @@ from bench.router_index_load import (
     conversations,
     interleaved,
 )
+from bench.router_index_restarts import restart_under_load
 from bench.router_warm import warm_up
-from cluster.config import native_dir
+from cluster.config import default_model_dir, native_dir
+from engine.model_store import pull_model
 from engine.routing_key import RoutingKeys
 from router.native.index import make_index
 from router.prefix_index import PackedKeys, pack_keys
@@ -42,10 +44,13 @@ GOALS = (
     Goal("bytes_per_block", "<=", 100.0),
     Goal("soak_growth", "<=", 1.05),
     Goal("warm_s", "<=", 5.0),
+    Goal("restart_s", "<=", 5.0),
+    Goal("restart_odd_ends", "==", 0.0),
 )
 NUM_WORKERS = 64
 RATIOS = {"lookup_ratio": "lookup", "decision_ratio": "decision", "ingest_ratio": "store", "selection_ratio": "select"}
 SOAK_BYTES = 256 << 20
+FAULTS = 0.05
 
 
 @click.command(help="Prefix index and decisions beside Dynamo's.")
@@ -53,12 +58,14 @@ SOAK_BYTES = 256 << 20
 @click.option("--conversations", "count", type=int, default=2600, show_default=True, help="2600: a million blocks.")
 @click.option("--rounds", type=int, default=9, show_default=True, help="Repetitions of each timing.")
 @click.option("--soak-events", type=int, default=10_000_000, show_default=True, help="Blocks stored under a cap.")
-def main(as_json: bool, count: int, rounds: int, soak_events: int) -> None:
+@click.option("--kills", type=int, default=8, show_default=True, help="Of a router process under load.")
+def main(as_json: bool, count: int, rounds: int, soak_events: int, kills: int) -> None:
     report = Report("router_index", GOALS)
     report.notes.append(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     measure_memory(report, count)
     soak(report, soak_events)
     start_warm(report, num_blocks=count * PROMPT_BLOCKS)
+    restart(report, count * PROMPT_BLOCKS, kills)
     compare(report, count, rounds)
     report.notes.append(f"load at the end: {os.getloadavg()[0]:.1f}")
     report.print(as_json)
@@ -101,9 +108,29 @@ def soak(report: Report, num_events: int) -> None:
 
 
 def start_warm(report: Report, num_blocks: int) -> None:
-    warm = asyncio.run(warm_up(NUM_WORKERS, num_blocks))
+    warm = asyncio.run(warm_up(NUM_WORKERS, num_blocks, str(native_dir())))
     report.figures["warm_s"], report.figures["warm_pause_ms"] = warm.seconds, warm.longest_pause_ms
     report.notes.append(f"warm_s: a new router and {NUM_WORKERS} workers with {num_blocks:,} blocks, in one process")
+
+
+def restart(report: Report, num_blocks: int, kills: int) -> None:
+    """A router process that is killed, and one that hears a part of its workers' messages wrongly."""
+    folder = pull_model("smollm2-135m", default_model_dir(), lambda _stage, _share: None)
+    found = asyncio.run(restart_under_load(folder, NUM_WORKERS, num_blocks, kills=kills))
+    faulty = asyncio.run(restart_under_load(folder, NUM_WORKERS, num_blocks, kills=2, faults=FAULTS))
+    codes = found.codes + faulty.codes
+    report.figures["restart_s"] = max(found.warm_s)
+    report.figures["restart_faulty_s"] = max(faulty.warm_s)
+    report.figures["restart_odd_ends"] = codes.total() - codes["OK"] - codes["UNAVAILABLE"]
+    report.notes.append(
+        f"restart_s: from the start of the router's process until each of {NUM_WORKERS} workers, which keep changing "
+        f"{num_blocks:,} blocks, was noted as it is, {median_spread(found.warm_s)} s; {found.served} requests "
+        f"answered before that; {kills} times killed, {dict(found.codes)}"
+    )
+    report.notes.append(
+        f"restart_faulty_s: with {faulty.num_faults} messages lost, repeated or swapped, {FAULTS:.0%} each; no "
+        "difference was left"
+    )
 
 
 def compare(report: Report, count: int, rounds: int) -> None:

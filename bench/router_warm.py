@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.block_events import Stored
@@ -13,9 +13,10 @@ from engine.config import EngineConfig
 from engine.plan import Pool
 from engine.routing_key import SHORT_BITS, SHORT_BYTES
 from kvrelay._wire import PROTOCOL_VERSION
-from kvrelay.v1 import worker_pb2
+from kvrelay.v1 import common_pb2, worker_pb2
 from router.block_follower import FollowerState
 from router.config import RouterConfig
+from router.native.index import make_index
 from router.registry import Registry
 from worker.block_feed import BlockFeed
 from worker.config import WorkerConfig
@@ -23,17 +24,20 @@ from worker.server import WorkerServer
 from worker.session import Session
 
 BOUND_S = 120.0
+TOKEN_ID = 504
+"""A word of SmolLM2's vocabulary."""
 _FINGERPRINT = bytes(32)
 
 
 class HoldingRole:
-    """A worker that only holds blocks."""
+    """A decode worker that holds blocks, and answers requests with tokens that nobody computed."""
 
-    def __init__(self, worker_id: str, keys: list[int]) -> None:
+    def __init__(self, worker_id: str, keys: list[int], feed: BlockFeed, fingerprint: bytes = _FINGERPRINT) -> None:
+        """`keys` go to `feed`."""
         self._worker_id = worker_id
-        self._feed = BlockFeed(len(keys), lambda seed: None)
-        names = tuple(key.to_bytes(SHORT_BYTES, "little") for key in keys)
-        self._feed.apply([Stored(1, 0, None, names)])
+        self._fingerprint = fingerprint
+        self._feed = feed
+        self._feed.apply([Stored(1, 0, None, names_of(keys))])
 
     @property
     def block_feed(self) -> BlockFeed:
@@ -45,7 +49,7 @@ class HoldingRole:
             worker_id=self._worker_id,
             incarnation="1",
             role="decode",
-            fingerprint=_FINGERPRINT,
+            fingerprint=self._fingerprint,
             block_size=16,
             num_blocks=1_000_000,
             max_model_len=8192,
@@ -62,10 +66,20 @@ class HoldingRole:
         return worker_pb2.Load()
 
     async def handle(self, session: Session, message: worker_pb2.SessionRequest) -> None:
-        """Takes no request."""
+        if not message.HasField("reserve"):
+            return
+        request_id, num_tokens = message.reserve.request_id, message.reserve.sampling.max_tokens
+        ticket = worker_pb2.Ticket(ticket_id=request_id, lease_ms=5000)
+        session.send(worker_pb2.SessionResponse(reserved=worker_pb2.Reserved(request_id=request_id, ticket=ticket)))
+        step = worker_pb2.Step()
+        for index in range(num_tokens):
+            step.outputs.add(request_id=request_id, output=worker_pb2.Output(index=index, token_id=TOKEN_ID))
+        step.outputs[-1].output.finish_reason = common_pb2.FINISH_REASON_LENGTH
+        session.send(worker_pb2.SessionResponse(step=step))
+        session.send_ended(request_id, None)
 
     def session_ended(self, session: Session) -> None:
-        """Had none."""
+        """Nothing of a request is left by then."""
 
     async def start(self) -> None:
         """Nothing to start."""
@@ -77,6 +91,11 @@ class HoldingRole:
         """Nothing to stop."""
 
 
+def names_of(keys: Iterable[int]) -> tuple[bytes, ...]:
+    """As events name blocks."""
+    return tuple(key.to_bytes(SHORT_BYTES, "little") for key in keys)
+
+
 @dataclass(frozen=True, slots=True)
 class Warm:
     seconds: float
@@ -85,16 +104,17 @@ class Warm:
     """Of the event loop, workers and router together."""
 
 
-async def warm_up(num_workers: int, num_blocks: int) -> Warm:
+async def warm_up(num_workers: int, num_blocks: int, native_cache: str = "") -> Warm:
     """Workers and router share one process, so both sides' time counts. Checks that router and workers agree."""
-    rng = random.Random(1)
+    rng, held = random.Random(1), num_blocks // num_workers
     roles = [
-        HoldingRole(f"w{n}", [rng.getrandbits(SHORT_BITS) for _ in range(num_blocks // num_workers)])
+        HoldingRole(f"w{n}", [rng.getrandbits(SHORT_BITS) for _ in range(held)], BlockFeed(held, lambda _: None))
         for n in range(num_workers)
     ]
-    servers = [WorkerServer(role, _config(f"w{n}")) for n, role in enumerate(roles)]
+    servers = [WorkerServer(role, config_of(f"w{n}")) for n, role in enumerate(roles)]
     addresses = [await server.start() for server in servers]
-    registry = Registry(RouterConfig(model_path="unused", model_name="none"), _FINGERPRINT)
+    config = RouterConfig(model_path="unused", model_name="none")
+    registry = Registry(config, _FINGERPRINT, make_index(config.index_bytes, config.speculation_s, native_cache))
     try:
         began = time.perf_counter()
         registry.add_addresses(addresses)
@@ -121,5 +141,5 @@ def _all_live(registry: Registry, num_workers: int) -> bool:
     return len(live) == num_workers
 
 
-def _config(worker_id: str) -> WorkerConfig:
+def config_of(worker_id: str) -> WorkerConfig:
     return WorkerConfig(worker_id=worker_id, model_name="none", engine=EngineConfig(model_path="none"))

@@ -85,6 +85,7 @@ class BlockFollower:
         self._index.maintain()
         if self.state is FollowerState.ASKED:
             if not message.begins or message.list != self._number:
+                self._ask_due |= message.list == self._number  # its beginning was lost
                 self._ask_again(now)
                 return
             self._forget()

@@ -184,10 +184,11 @@ class PrefixIndex(ABC):
         self._num_turns += 1
         number = self._next_shard
         self._next_shard = (number + 1) % NUM_SHARDS
-        if self._dead:
-            self._sweep(number)
-        elif self._num_turns % PACK_EVERY == 0:
-            self._pack(number)
+        if not self._dead:
+            if self._num_turns % PACK_EVERY == 0:
+                self._pack(number)
+            return
+        self._sweep(number)
         swept = 0
         for slot in list(self._sweep_left):
             self._sweep_left[slot] -= 1

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+
+import pytest
+from fakes import make_model_folder
 
 from bench.report import Report
 from bench.router_index import measure_memory, soak, time_ours
 from bench.router_index_load import PROMPT_BLOCKS, SYSTEM_BLOCKS, OurDecision, OurIndex, conversations
+from bench.router_index_restarts import restart_under_load
 from bench.router_warm import warm_up
+from engine.native.build import default_cache
 
 
 def test_our_index_holds_each_conversation_where_it_is_said_to_be() -> None:
@@ -34,8 +40,17 @@ def test_the_decision_is_for_the_holder() -> None:
 
 
 async def test_a_new_router_knows_what_many_workers_hold() -> None:
-    warm = await warm_up(4, 20_000)
+    warm = await warm_up(4, 20_000, str(default_cache()))
     assert warm.seconds > 0.0
+
+
+@pytest.mark.processes
+async def test_a_router_that_is_killed_and_hears_wrongly_comes_to_know_what_its_workers_hold(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path)
+    found = await restart_under_load(folder, num_workers=3, num_blocks=6000, kills=1, faults=0.2)
+    assert len(found.warm_s) == 2
+    assert found.num_faults > 0
+    assert set(found.codes) == {"OK", "UNAVAILABLE"}
 
 
 def test_a_small_run_gives_every_figure() -> None:

@@ -130,6 +130,14 @@ def test_a_list_that_does_not_begin_is_asked_for_again(following: Following) -> 
     assert following.asked == [1, 2]
 
 
+def test_a_list_whose_beginning_was_lost_is_asked_for_at_once(following: Following) -> None:
+    following.now = MIN_GAP_S
+    following.tell(2, 7, list=1)
+    assert following.asked == [1, 2]
+    following.tell(3, 8, list=1, complete=True)
+    assert following.asked == [1, 2]
+
+
 def test_a_loss_in_the_middle_of_a_list_begins_it_again(following: Following) -> None:
     following.tell(1, 5, list=1, begins=True)
     following.now = 1.0

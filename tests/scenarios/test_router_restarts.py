@@ -78,14 +78,18 @@ async def router_process(folder: Path, cluster: OneProcessCluster) -> AsyncItera
 
 
 async def knows_what_is_resident(router: RouterProcess, cluster: OneProcessCluster) -> None:
-    """Every worker's last digest was that of what the router has noted, and it has noted as many keys as there are."""
+    """What the router has noted of each worker has the number and the sum of what is resident there."""
     async with asyncio.timeout(BOUND_S):
         while True:
             status, resident = await router.status(), set[int]()
+            said = {w.worker_id: (w.blocks_state, w.blocks_noted, w.blocks_digest) for w in status.workers}
+            expected = {}
             for worker in cluster.workers:
-                resident |= worker.role.block_feed.resident()
-            states = [worker.blocks_state for worker in status.workers]
-            if states == ["live"] * len(cluster.workers) and status.prefix_index.keys == len(resident) > 0:
+                feed = worker.role.block_feed
+                resident |= feed.resident()
+                expected[worker.config.worker_id] = ("live", len(feed.resident()), feed.digest)
+            if said == expected and status.prefix_index.keys == len(resident) > 0:
+                assert status.prefix_index.implementation == "native"
                 return
 
 

@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 
 from cluster import state
+from cluster.events import Phase
 from cluster.processes import ProcessId
-from cluster.reconcile import ROUTER_ID, Phase
 from cluster.spec import ClusterSpec
 from cluster.supervisor import Member, Snapshot
 from cluster.updates import Listener, MemberTrouble, Ready, StageBegan, StageDone
@@ -19,9 +19,6 @@ class Account:
     def __init__(self, record: state.ClusterRecord, spec: ClusterSpec, tell: Listener, started: float) -> None:
         """`started` is the monotonic time from which readiness is counted. Writes the first record."""
         self.record = record
-        self._roles = {ROUTER_ID: "router"} | {
-            worker_id: role for role in ("prefill", "decode") for worker_id in spec.worker_ids(role)
-        }
         self._scheme = "https" if spec.router.tls_cert else "http"
         self._tell = tell
         self._started = started
@@ -41,7 +38,7 @@ class Account:
         members = tuple(
             state.MemberRecord(
                 member_id=member.view.member_id,
-                role=self._roles[member.view.member_id],
+                role=member.view.role,
                 address=member.report.address,
                 incarnation=member.report.incarnation,
                 process=member.report.process,

@@ -28,6 +28,10 @@ class Target(NamedTuple):
 COMMANDS = {
     "up": Target("cluster.cli_cluster:up", "Start a local cluster, or one from a spec file."),
     "down": Target("cluster.cli_cluster:down", "Stop the local cluster."),
+    "apply": Target("cluster.cli_operations:apply", "Make the running cluster what a spec file says."),
+    "scale": Target("cluster.cli_operations:scale", "Have more or fewer workers."),
+    "drain": Target("cluster.cli_operations:drain", "Take a worker out of service, without a failed request."),
+    "flip": Target("cluster.cli_operations:flip", "Give a worker the other role."),
     "status": Target("cluster.cli_status:status", "Show the router's view of its workers."),
     "generate": Target("cluster.cli_generate:generate", "Answer one prompt."),
     "chat": Target("cluster.cli_chat:chat", "Talk to the model."),

@@ -20,7 +20,7 @@ from kvrelay.summary import format_bytes, summarize_route, summarize_waterfall
 TIMEOUT_S = 10.0
 REFRESH_S = 1.0
 NO_TERMINAL_WIDTH = 160
-_STATE_STYLES = {"ready": "green", "connecting": "yellow", "lost": "red"}
+_STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "lost": "red"}
 
 
 @click.command()

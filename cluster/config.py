@@ -38,11 +38,13 @@ __all__ = [
     "ClusterSpec",
     "api_key",
     "child_environment",
+    "control_path",
     "default_model_dir",
     "folder_error",
     "inherited_cluster_id",
     "load_spec",
     "make_folder",
+    "make_private",
     "native_dir",
     "prepare_ray_environment",
     "ray_dir",
@@ -82,6 +84,22 @@ def ray_dir(name: str) -> Path:
         return beside
     digest = hashlib.sha256(str(beside).encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}" / digest
+
+
+def control_path(name: str) -> Path:
+    """Socket at which the `up` of cluster `name` takes orders."""
+    folder = ray_dir(name)  # where paths of sockets fit
+    return folder.with_name(f"{folder.name}.sock")
+
+
+def make_private(folder: Path) -> None:
+    """Whoever owns the folder of the sockets owns the cluster, and it may lie in a temporary folder that all share.
+
+    Raises `ConfigError` if it belongs to somebody else.
+    """
+    make_folder(folder)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} belongs to somebody else; set KVRELAY_HOME to a short path of your own")
 
 
 def make_folder(path: Path, *, private: bool = True, remedy: str = HOME_REMEDY) -> Path:

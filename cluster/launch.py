@@ -17,13 +17,25 @@ import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from cluster import state
 from cluster.account import Account
-from cluster.config import default_model_dir, make_folder, prepare_ray_environment, ray_dir, take_cluster_key
+from cluster.changes import pools_wanted
+from cluster.config import (
+    control_path,
+    default_model_dir,
+    make_folder,
+    make_private,
+    prepare_ray_environment,
+    ray_dir,
+    take_cluster_key,
+)
+from cluster.control import serve_orders
+from cluster.operations import Operations
 from cluster.pools import check_pools
 from cluster.processes import ProcessId
 from cluster.spec import DECODE, PREFILL, ROLES, ClusterSpec
@@ -128,8 +140,7 @@ class ClusterRun:
             lambda part, share: self._tell(StageMoved("model", part, share)),
         )
         self._tell(StageDone("model", time.monotonic() - began, self._spec.model))
-        if self._spec.ray.local:
-            check_pools(self._spec, load_model_config(folder), memory_bytes())
+        self._check_fits(str(folder), self._spec)
         return str(folder)
 
     async def _run_on_ray(self, account: Account, model_path: str, job: Job | None) -> None:
@@ -157,7 +168,7 @@ class ClusterRun:
                 cluster_id=self._cluster_id,
                 name=self._spec.name,
                 folder=ray_dir(self._spec.name),
-                num_actors=1 + sum(len(self._spec.worker_ids(role)) for role in ROLES),
+                num_actors=1 + sum(self._spec.pool(role).replicas for role in ROLES),
             )
         )
         await asyncio.sleep(0)
@@ -173,12 +184,24 @@ class ClusterRun:
 
         def changed(snapshot: Snapshot) -> None:
             account.changed(snapshot)
+            operations.changed(snapshot)
             if snapshot.ready:
                 self._ready.set()
 
         host = RayHost(self._spec, model_path, ray, {PREFILL: PrefillActor, DECODE: DecodeActor}, self._cluster_key)
-        workers = [worker_id for role in ROLES for worker_id in self._spec.worker_ids(role)]
-        self._supervisor = supervisor = Supervisor(host, workers, self._spec.supervision, changed)
+        pools, limits = pools_wanted(self._spec), self._spec.supervision
+        self._supervisor = supervisor = Supervisor(host, pools, limits, changed)
+        operations = Operations(self._spec, supervisor, partial(self._check_fits, model_path), host.use)
+        socket_path = control_path(self._spec.name)
+        make_private(socket_path.parent)
+        async with serve_orders(socket_path, operations.carry_out):
+            await self._supervise(supervisor, account, job)
+
+    def _check_fits(self, model_path: str, spec: ClusterSpec) -> None:
+        if spec.ray.local:
+            check_pools(spec, load_model_config(Path(model_path)), memory_bytes())
+
+    async def _supervise(self, supervisor: Supervisor, account: Account, job: Job | None) -> None:
         if job is None:
             await supervisor.run()
             return

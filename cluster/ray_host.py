@@ -5,6 +5,7 @@ Ray never restarts an actor by itself: a restart is the supervisor's decision, a
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -20,25 +21,27 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RaySystemError, RayTaskError
 
 from cluster.config import native_dir
+from cluster.events import ROUTER_ID
 from cluster.health import answers, answers_tls
+from cluster.host import ActorLost, ReadyReport
 from cluster.processes import ProcessId, gone
 from cluster.ray_runtime import RayRuntime
-from cluster.reconcile import ROUTER_ID
 from cluster.router_actor import RouterActor
-from cluster.spec import ROLES, ClusterSpec
-from cluster.supervisor import ActorLost, ReadyReport
+from cluster.spec import ClusterSpec
 from engine.cluster_key import ClusterKey
 from engine.errors import EngineError, InternalError
 
 logger = logging.getLogger(__name__)
 
 LOG_TAIL_BYTES = 4096
+REASON_TIMEOUT_S = 0.3
+"""For Ray to say why a process ended, once it has."""
 
 ResultT = TypeVar("ResultT")
 
 
 class RayHost:
-    """Starts the actors of one cluster. A `Host` of `cluster.supervisor`."""
+    """Starts the actors of one cluster. A `Host` of `cluster.host`."""
 
     def __init__(
         self,
@@ -60,23 +63,33 @@ class RayHost:
             cluster_key=key,
             native_cache=str(native_dir()),
         )
-        self._roles = {worker_id: role for role in ROLES for worker_id in spec.worker_ids(role)}
 
     @property
     def serves_tls(self) -> bool:
         """Whether the router does."""
         return bool(self._router_config.tls_cert)
 
-    def start(self, member_id: str) -> RayHandle:
+    def use(self, spec: ClusterSpec) -> None:
+        """Workers that are started from now on are as `spec` says; the router stays as it was."""
+        self._spec = spec
+
+    def start(self, member_id: str, role: str) -> RayHandle:
         if member_id == ROUTER_ID:
-            drain_s = self._spec.supervision.drain_s
-            return RayHandle(self, self._create(RouterActor, 1, self._router_config, drain_s), pins_ports=True)
-        role = self._roles[member_id]
+            needs = self._needs(1, self._spec.router.ray_resource)
+            router = self._create(RouterActor, needs, self._router_config, self._spec.supervision.drain_s)
+            return RayHandle(self, router, pins_ports=True)
         config = self._spec.worker_config(role, member_id, self._model_path, str(native_dir()))
         config = replace(config, cluster_key=self._key)
-        # Of a Ray of our own each actor takes one CPU, whatever it uses: Ray holds one process ready for each.
-        num_cpus = 1 if self._runtime.local else config.engine.num_threads
-        return RayHandle(self, self._create(self._worker_classes[role], num_cpus, config), pins_ports=False)
+        needs = self._needs(config.engine.num_threads, self._spec.pool(role).ray_resource)
+        return RayHandle(self, self._create(self._worker_classes[role], needs, config), pins_ports=False)
+
+    def _needs(self, num_cpus: int, resource: str) -> dict[str, Any]:
+        """What Ray shall set aside for an actor, and where. Of a Ray of our own nothing: how many workers there are is
+        for the spec to say."""
+        if self._runtime.local:
+            return {"num_cpus": 0}
+        resources = {resource: 1.0} if resource else {}
+        return {"num_cpus": num_cpus, "resources": resources, "scheduling_strategy": "SPREAD"}
 
     async def lost(self) -> str:
         return await self._runtime.lost()
@@ -94,16 +107,14 @@ class RayHost:
         lines = [line for path in sorted(folder.glob(f"worker-*-{process.pid}.err")) for line in _tail(path)]
         return "\n".join(line for line in lines if not line.startswith(":"))  # Ray's own marks begin so
 
-    def _create(self, actor_class: type, num_cpus: int, *arguments: object) -> ActorHandle[Any]:
+    def _create(self, actor_class: type, needs: Mapping[str, Any], *arguments: object) -> ActorHandle[Any]:
         remote_class: Any = ray.remote(actor_class)
-        actor: ActorHandle[Any] = remote_class.options(num_cpus=num_cpus, max_restarts=0, max_task_retries=0).remote(
-            *arguments
-        )
+        actor: ActorHandle[Any] = remote_class.options(max_restarts=0, max_task_retries=0, **needs).remote(*arguments)
         return actor
 
 
 class RayHandle:
-    """One actor. A `Handle` of `cluster.supervisor`."""
+    """One actor. A `Handle` of `cluster.host`."""
 
     def __init__(self, host: RayHost, actor: ActorHandle[Any], pins_ports: bool) -> None:
         self._host = host
@@ -125,16 +136,30 @@ class RayHandle:
         return ReadyReport(report["address"], report["incarnation"], self._process, timings, pool, http_address)
 
     async def gone(self) -> str:
+        """As soon as either Ray or, of a process on this machine, the kernel says so: Ray may have to find out first
+        that the actor's node is gone."""
+        told = asyncio.create_task(self._told_gone())
+        watches = [told] if self._process is None else [told, asyncio.create_task(gone(self._process))]
         try:
-            await _result(self._actor.until_gone.remote())
-            reason = "its tripwire returned"
-        except ActorLost as error:
-            reason = str(error)
-        if self._process is not None:
-            await gone(self._process)
+            await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({told}, timeout=REASON_TIMEOUT_S)
+            if self._process is not None:
+                await gone(self._process)
+            reason = told.result() if told.done() else "its process ended"
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.wait(watches)
         if not self._killed and (words := self._host.log_tail(self._process)):
             logger.warning("the last words of process %d:\n%s", self._process.pid if self._process else 0, words)
         return reason
+
+    async def _told_gone(self) -> str:
+        try:
+            await _result(self._actor.until_gone.remote())
+        except ActorLost as error:
+            return str(error)
+        return "its tripwire returned"
 
     async def answers(self, timeout_s: float) -> bool:
         if self._http_address and self._host.serves_tls:
@@ -144,8 +169,11 @@ class RayHandle:
     async def stop(self) -> None:
         await _result(self._actor.stop.remote())
 
-    async def set_workers(self, addresses: Mapping[str, str], timeout_s: float) -> str:
-        return str(await _result(self._actor.set_workers.remote(dict(addresses), timeout_s)))
+    async def set_workers(self, addresses: Mapping[str, str], draining: frozenset[str], timeout_s: float) -> str:
+        return str(await _result(self._actor.set_workers.remote(dict(addresses), draining, timeout_s)))
+
+    async def drained(self, worker_id: str, timeout_s: float) -> bool:
+        return bool(await _result(self._actor.drained.remote(worker_id, timeout_s)))
 
     def kill(self, *, force: bool) -> None:
         self._killed = True

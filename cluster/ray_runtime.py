@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from typing import TypeVar
 import ray
 from ray.exceptions import RayError
 
-from cluster.config import CLUSTER_ID_VARIABLE, make_folder
+from cluster.config import CLUSTER_ID_VARIABLE, make_private
 from cluster.processes import ProcessId, end, gone, marked
 from cluster.ray_node import lean_ray, loopback_ray, ray_messages_to_log
 from cluster.spec import RaySpec
@@ -106,8 +105,8 @@ class RayRuntime:
 def _init_local(spec: RaySpec, name: str, folder: Path, num_actors: int) -> tuple[str, tuple[ProcessId, ...]]:
     # What a killed predecessor left: two clusters of one name never run at once, so nobody uses it.
     shutil.rmtree(folder, ignore_errors=True)
-    _make_private(folder.parent)
-    _make_private(folder)
+    make_private(folder.parent)
+    make_private(folder)
     try:
         ray_messages_to_log()
         with loopback_ray(), nullcontext() if spec.helpers else lean_ray():
@@ -132,19 +131,15 @@ def _init_local(spec: RaySpec, name: str, folder: Path, num_actors: int) -> tupl
     return node.gcs_address, tuple(identity for identity in identities if identity is not None)
 
 
-def _make_private(folder: Path) -> None:
-    """Whoever owns the folder of the sockets owns Ray, and it may lie in a temporary folder that all users share."""
-    make_folder(folder)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise ConfigError(f"{folder} belongs to somebody else; set KVRELAY_HOME to a short path of your own")
-
-
 def _join(spec: RaySpec, name: str) -> tuple[str, tuple[ProcessId, ...]]:
     ray_messages_to_log()
+    # Else Ray would take the loopback address for the machine's own one, at which that Ray does not listen.
+    loopback = spec.address.startswith("127.")
     try:
-        context = ray.init(
-            address=spec.address, namespace=f"kvrelay-{name}", log_to_driver=False, logging_level=logging.ERROR
-        )
+        with loopback_ray() if loopback else nullcontext():
+            context = ray.init(
+                address=spec.address, namespace=f"kvrelay-{name}", log_to_driver=False, logging_level=logging.ERROR
+            )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"ray.address: cannot join the Ray at {spec.address}: {error}") from error
     return str(context["gcs_address"]), ()  # type: ignore[index]  # a RayContext, unless the address is ray://

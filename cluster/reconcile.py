@@ -3,9 +3,15 @@
 A member is the router or one worker. Its life, with what `Reconciler` answers:
 
     ABSENT ──StartActor──▶ STARTING ──ActorReady──▶ READY ──PublishWorkers──▶ (the router connects to it)
-      ▲                       │ │ not ready in time: KillActor                 │
+      ▲                       │ │                     │ taken away or replaced: the router sends it nothing new
+      │                       │ │                     ▼
+      │                       │ │                 DRAINING ── WorkerDrained, or its time is up
+      │                       │ │ not ready in time   ▼
       └──── the pause is over ┘ └──────────────▶ DYING ◀── MemberHung, StopRequested
             ActorDied ◀──────────────────────────┘
+
+What there shall be is said by `DesiredChanged`; `steering` says which workers that costs. A worker whose time to drain
+is up is unpublished before it is stopped: what it still has goes on elsewhere.
 
 Every start of a member has a new `attempt`; events of another attempt than the member's present one are ignored, so a
 late word of a dead actor changes nothing. A member is started again only after `ActorDied` said that the actor before
@@ -16,129 +22,47 @@ On a stop the router goes first, so that clients hear of it from the router, the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from typing import TypeAlias
 
+from cluster.events import (
+    ROUTER_ID,
+    ActorDied,
+    ActorReady,
+    AwaitDrained,
+    DesiredChanged,
+    Event,
+    Finish,
+    HostLost,
+    Instruction,
+    KillActor,
+    MemberHung,
+    MemberView,
+    Phase,
+    PoolWanted,
+    PublishWorkers,
+    StartActor,
+    StopActor,
+    StopRequested,
+    WorkerDrained,
+    WorkersConnected,
+)
 from cluster.spec import SupervisionSpec
-
-ROUTER_ID = "router"
-
-
-class Phase(Enum):
-    ABSENT = "absent"
-    """No actor; one is started when the pause is over."""
-    STARTING = "starting"
-    READY = "ready"
-    DYING = "dying"
-    """Asked to stop, or killed; the actor may still live."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActorReady:
-    member_id: str
-    attempt: int
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class ActorDied:
-    """The actor's process is gone, or will never exist."""
-
-    member_id: str
-    attempt: int
-    reason: str
-    hopeless: bool = False
-    """Starting it again would fail in the same way: a wrong setting, a damaged model."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberHung:
-    """The actor's process lives, but has not answered for too long: of no more use than a dead one."""
-
-    member_id: str
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """`error` says what is wrong; None: somebody wanted it so."""
-
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HostLost:
-    """What runs the actors is gone, or is given up: no actor can be asked for anything any more."""
-
-    reason: str
-
-
-Event: TypeAlias = ActorReady | ActorDied | MemberHung | StopRequested | HostLost
-
-
-@dataclass(frozen=True, slots=True)
-class StartActor:
-    member_id: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopActor:
-    """Let it finish what it can, then end it."""
-
-    member_id: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class KillActor:
-    member_id: str
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PublishWorkers:
-    """Tell the router that exactly these workers serve."""
-
-    addresses: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """No actor lives any more. `error` says why the cluster failed; None if it was asked to stop."""
-
-    error: str | None
-
-
-Instruction: TypeAlias = StartActor | StopActor | KillActor | PublishWorkers | Finish
-
-
-@dataclass(frozen=True, slots=True)
-class MemberView:
-    """A member as others may see it."""
-
-    member_id: str
-    phase: Phase
-    attempt: int
-    address: str
-    last_reason: str
-    """Of its last death; empty if there was none."""
-    starts_again: bool = False
-    """Dead, and to be started again after a pause."""
+from cluster.steering import Add, Replace, Standing, TakeAway, steer
 
 
 @dataclass(slots=True)
 class _Member:
     member_id: str
+    role: str = ROUTER_ID
+    number: int = 0
+    """Of its role."""
     phase: Phase = Phase.ABSENT
     attempt: int = 0
     """Of the present or the last actor; 0: none yet."""
     due: float | None = None
-    """ABSENT: when to start. STARTING: when to give up waiting."""
+    """ABSENT: when to start. STARTING: when to give up waiting. DRAINING: when not to wait any longer."""
     address: str = ""
     ready_at: float = 0.0
     failures: int = 0
@@ -146,6 +70,12 @@ class _Member:
     served: bool = False
     """Whether it was ever ready."""
     last_reason: str = ""
+    revision: Hashable = None
+    """What the present actor was started with."""
+    ending: bool = False
+    """Its end is wanted: no failure."""
+    leaving: bool = False
+    """It is not started again."""
 
 
 class Reconciler:
@@ -153,28 +83,38 @@ class Reconciler:
 
     Invariants, checked by `check_integrity`:
       1. A member has at most one actor: `attempt` grows only in phase ABSENT.
-      2. Only READY members have an address; only those are published.
-      3. While no stop is wanted, every member that is ABSENT or STARTING has a time at which something happens.
+      2. Only READY and DRAINING members have an address; exactly those are published.
+      3. While no stop is wanted, every member that is not READY or DYING has a time at which something happens.
       4. After `Finish` no member has an actor.
+      5. The attempts of a member id only grow, also of one that was taken away and comes back.
     """
 
-    def __init__(self, worker_ids: Iterable[str], limits: SupervisionSpec) -> None:
+    def __init__(self, pools: Mapping[str, PoolWanted], limits: SupervisionSpec) -> None:
+        """`pools` by role; the router comes with them."""
         self._limits = limits
-        # In the order in which they are started: workers take longer.
-        self._members = {member_id: _Member(member_id) for member_id in (*worker_ids, ROUTER_ID)}
-        self._published: dict[str, str] | None = None
+        self._pools = dict(pools)
+        self._members = {ROUTER_ID: _Member(ROUTER_ID)}
+        self._attempts: dict[str, int] = {}
+        """Of members that were taken away."""
+        self._published: PublishWorkers | None = None
         """What the present router was last told; None: nothing yet."""
+        self._connected = False
+        """The router has a session with everyone in `_published`."""
+        self._came_up = False
+        """Every member served at once. Before, a worker that cannot start fails the cluster; after, only itself."""
         self._stopping = False
         self._error: str | None = None
         self._finished = False
 
     def start(self, now: float) -> list[Instruction]:
-        """Bring every member up."""
-        for member in self._members.values():
-            member.due = now
-        return self.tick(now)
+        """Bring every member up, workers first: they take longer."""
+        return [*self._steer(now), self._start(self._members[ROUTER_ID], now)]
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
+        instructions = self._take(event, now)
+        return instructions if self._stopping else [*instructions, *self._steer(now)]
+
+    def _take(self, event: Event, now: float) -> list[Instruction]:
         match event:
             case ActorReady():
                 return self._ready(event, now)
@@ -186,6 +126,15 @@ class Reconciler:
                 return self._stop(event.error)
             case HostLost():
                 return self._give_up(event.reason)
+            case DesiredChanged():
+                return self._desire(event, now)
+            case WorkerDrained():
+                member = self._present(event.member_id, event.attempt)
+                draining = member is not None and member.phase is Phase.DRAINING
+                return self._release(member) if member is not None and draining else []
+            case WorkersConnected():
+                self._connected = self._connected or event.told == self._published
+                return []
 
     def tick(self, now: float) -> list[Instruction]:
         """What became due. Call it when `next_due` has come; earlier or later calls do no harm."""
@@ -194,10 +143,9 @@ class Reconciler:
             if member.due is None or member.due > now or self._stopping:
                 continue
             if member.phase is Phase.ABSENT:
-                member.attempt += 1
-                member.phase = Phase.STARTING
-                member.due = now + self._limits.start_timeout_s
-                instructions.append(StartActor(member.member_id, member.attempt))
+                instructions.append(self._start(member, now))
+            elif member.phase is Phase.DRAINING:
+                instructions += self._release(member)
             elif member.phase is Phase.STARTING:
                 member.phase = Phase.DYING
                 member.due = None
@@ -214,15 +162,21 @@ class Reconciler:
 
     @property
     def all_ready(self) -> bool:
-        return all(member.phase is Phase.READY for member in self._members.values())
+        """Everything serves, and the router is connected to it."""
+        return self._connected and all(member.phase is Phase.READY for member in self._members.values())
+
+    @property
+    def settled(self) -> bool:
+        """All is as it is wanted; only events change anything."""
+        return self.all_ready and not self._steps()
 
     @property
     def finished(self) -> bool:
         return self._finished
 
     def views(self) -> tuple[MemberView, ...]:
-        """The router first, then the workers in the order of the spec."""
-        views = [
+        """The router first, then the workers in the order in which they were added."""
+        return tuple(
             MemberView(
                 member_id=member.member_id,
                 phase=member.phase,
@@ -230,10 +184,10 @@ class Reconciler:
                 address=member.address,
                 last_reason=member.last_reason,
                 starts_again=member.phase is Phase.ABSENT and member.due is not None and member.attempt > 0,
+                role=member.role,
             )
             for member in self._members.values()
-        ]
-        return (views[-1], *views[:-1])
+        )
 
     def _ready(self, event: ActorReady, now: float) -> list[Instruction]:
         member = self._present(event.member_id, event.attempt)
@@ -246,6 +200,7 @@ class Reconciler:
         member.due = None
         if member.member_id == ROUTER_ID:
             self._published = None  # a new router knows no worker
+        self._came_up = self._came_up or all(each.phase is Phase.READY for each in self._members.values())
         return self._publish()
 
     def _died(self, event: ActorDied, now: float) -> list[Instruction]:
@@ -261,21 +216,106 @@ class Reconciler:
         if self._stopping:
             member.due = None
             return self._go_on_stopping()
+        if member.leaving:
+            self._forget(member)
+        elif member.ending:
+            member.ending, member.failures, member.due = False, 0, now
+            return [*self._publish(), self._start(member, now)]
         # What served once is worth another try, whatever the error: a router's port may still be closing.
-        if not member.served and (event.hopeless or member.failures >= self._limits.max_first_starts):
+        elif not (member.served or self._came_up) and (
+            event.hopeless or member.failures >= self._limits.max_first_starts
+        ):
             return self._stop(f"{member.member_id}: {member.last_reason}")
-        member.due = now + self._pause(member.failures)
+        else:
+            member.due = now + self._pause(member.failures)
         return self._publish()
 
     def _hung(self, event: MemberHung, now: float) -> list[Instruction]:
         member = self._present(event.member_id, event.attempt)
-        if member is None or member.phase is not Phase.READY or self._stopping:
+        if member is None or member.phase not in (Phase.READY, Phase.DRAINING) or self._stopping:
             return []  # on a stop it is killed anyway if it does not end in time
         self._judge_service(member, now)
         member.phase = Phase.DYING
         member.address = ""
+        member.due = None
         member.last_reason = event.reason
         return [KillActor(member.member_id, member.attempt, event.reason), *self._publish()]
+
+    def _desire(self, event: DesiredChanged, now: float) -> list[Instruction]:
+        self._pools, self._limits = dict(event.pools), event.limits
+        member = self._members.get(event.take_away)
+        if member is None or member.role == ROUTER_ID or self._stopping:
+            return []
+        staying = sum(each.role == member.role and not each.leaving for each in self._members.values())
+        # Said again, it must not take away another one.
+        return self._take_away(member, now) if staying > self._pools[member.role].replicas else []
+
+    def _steps(self) -> list[Add | TakeAway | Replace]:
+        staying = [member for member in self._members.values() if member.role != ROUTER_ID and not member.leaving]
+        workers = [Standing(m.member_id, m.number, m.role, m.phase, self._is_stale(m)) for m in staying]
+        calm = self.all_ready and len(workers) == len(self._members) - 1
+        return steer(self._pools, workers, calm=calm)
+
+    def _is_stale(self, worker: _Member) -> bool:
+        started = worker.phase in (Phase.STARTING, Phase.READY)
+        return started and worker.revision != self._pools[worker.role].revision
+
+    def _steer(self, now: float) -> list[Instruction]:
+        """Until only an event changes anything: each step leaves its worker in another state."""
+        instructions: list[Instruction] = []
+        while steps := self._steps():
+            for step in steps:
+                match step:
+                    case Add(role):
+                        instructions.append(self._start(self._new_worker(role), now))
+                    case TakeAway(member_id):
+                        instructions += self._take_away(self._members[member_id], now)
+                    case Replace(member_id):
+                        instructions += self._let_end(self._members[member_id], "its settings have changed", now)
+        return instructions
+
+    def _new_worker(self, role: str) -> _Member:
+        number = next(n for n in itertools.count() if f"{role}-{n}" not in self._members)
+        name = f"{role}-{number}"
+        member = self._members[name] = _Member(name, role, number, attempt=self._attempts.get(name, 0))
+        return member
+
+    def _forget(self, member: _Member) -> None:
+        self._attempts[member.member_id] = member.attempt
+        del self._members[member.member_id]
+
+    def _start(self, member: _Member, now: float) -> Instruction:
+        member.attempt += 1
+        member.phase = Phase.STARTING
+        member.due = now + self._limits.start_timeout_s
+        if member.role != ROUTER_ID:
+            member.revision = self._pools[member.role].revision
+        return StartActor(member.member_id, member.attempt, member.role)
+
+    def _take_away(self, member: _Member, now: float) -> list[Instruction]:
+        member.leaving = True
+        if member.phase is Phase.ABSENT:
+            self._forget(member)
+            return []
+        return self._let_end(member, "it is not wanted any more", now)
+
+    def _let_end(self, member: _Member, reason: str, now: float) -> list[Instruction]:
+        member.ending = True
+        if member.phase is Phase.STARTING:
+            member.phase, member.due, member.last_reason = Phase.DYING, None, reason
+            return [KillActor(member.member_id, member.attempt, reason)]
+        if member.phase is not Phase.READY:
+            return []
+        member.phase, member.due = Phase.DRAINING, now + self._limits.worker_drain_s
+        if self._members[ROUTER_ID].phase is not Phase.READY:  # it has no request then
+            return self._release(member)
+        return [*self._publish(), AwaitDrained(member.member_id, member.attempt)]
+
+    def _release(self, member: _Member) -> list[Instruction]:
+        """First the router gives it up, so that what is left goes on elsewhere."""
+        member.phase, member.address, member.due = Phase.DYING, "", None
+        member.last_reason = "stopped"
+        return [*self._publish(), StopActor(member.member_id, member.attempt)]
 
     def _judge_service(self, member: _Member, now: float) -> None:
         if member.phase is Phase.READY and now - member.ready_at >= self._limits.stable_s:
@@ -288,15 +328,13 @@ class Reconciler:
     def _publish(self) -> list[Instruction]:
         if self._stopping or self._members[ROUTER_ID].phase is not Phase.READY:
             return []
-        addresses = {
-            member.member_id: member.address
-            for member in self._members.values()
-            if member.phase is Phase.READY and member.member_id != ROUTER_ID
-        }
-        if addresses == self._published:
+        serving = [member for member in self._members.values() if member.address and member.role != ROUTER_ID]
+        draining = frozenset(member.member_id for member in serving if member.phase is Phase.DRAINING)
+        told = PublishWorkers({member.member_id: member.address for member in serving}, draining)
+        if told == self._published:
             return []
-        self._published = addresses
-        return [PublishWorkers(addresses)]
+        self._published, self._connected = told, False
+        return [told]
 
     def _stop(self, error: str | None) -> list[Instruction]:
         if self._stopping:
@@ -333,7 +371,7 @@ class Reconciler:
     def _end(self, members: Iterable[_Member]) -> list[Instruction]:
         instructions: list[Instruction] = []
         for member in members:
-            if member.phase is Phase.READY:
+            if member.phase in (Phase.READY, Phase.DRAINING):
                 instructions.append(StopActor(member.member_id, member.attempt))
             elif member.phase is Phase.STARTING:
                 instructions.append(KillActor(member.member_id, member.attempt, "the cluster stops"))
@@ -348,14 +386,14 @@ class Reconciler:
         return member if member is not None and member.attempt == attempt else None
 
     def check_integrity(self) -> None:
-        for member in self._members.values():
-            assert (member.phase is Phase.READY) == bool(member.address), (
-                f"{member.member_id}: address and phase differ"
-            )
-            if not self._stopping and member.phase in (Phase.ABSENT, Phase.STARTING) and member.attempt:
-                assert member.due is not None, f"{member.member_id} is {member.phase.value} for ever"
+        for name, member in self._members.items():
+            serves = member.phase in (Phase.READY, Phase.DRAINING)
+            assert serves == bool(member.address), f"{name}: address and phase differ"
+            if not self._stopping and member.phase not in (Phase.READY, Phase.DYING) and member.attempt:
+                assert member.due is not None, f"{name} is {member.phase.value} for ever"
             if self._finished:
-                assert member.phase is Phase.ABSENT, f"{member.member_id} is {member.phase.value} after the end"
+                assert member.phase is Phase.ABSENT, f"{name} is {member.phase.value} after the end"
         if self._published is not None and self._members[ROUTER_ID].phase is Phase.READY and not self._stopping:
-            ready = {m.member_id for m in self._members.values() if m.phase is Phase.READY} - {ROUTER_ID}
-            assert self._published.keys() == ready, "the router was told of other workers than those that are ready"
+            serving = {name: member.address for name, member in self._members.items() if member.address}
+            del serving[ROUTER_ID]
+            assert self._published.addresses == serving, "the router was told of other workers than those that serve"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -31,21 +31,31 @@ class RouterActor:
             "address": address,
             "http_address": self._server.http_address,
             "pid": os.getpid(),
+            "node": os.uname().nodename,
         }
 
-    async def set_workers(self, addresses: Mapping[str, str], timeout_s: float) -> str:
-        """Serve with exactly these workers, and wait for the sessions with them.
+    async def set_workers(self, addresses: Mapping[str, str], draining: Collection[str], timeout_s: float) -> str:
+        """Serve with exactly these workers, with nothing new for those that are `draining`, and wait for the sessions
+        with the others.
 
         Returns an empty text when all are connected, else, after `timeout_s`, which are not and why.
         """
-        self._server.set_workers(addresses)
         registry = self._server.registry
+        registry.set_workers(addresses, draining)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not addresses.keys() <= {snapshot.worker_id for snapshot in registry.snapshots()}:
+                while not addresses.keys() - set(draining) <= {snapshot.worker_id for snapshot in registry.snapshots()}:
                     await registry.changed()
                 return ""
         return registry.why_not_ready()
+
+    async def drained(self, worker_id: str, timeout_s: float) -> bool:
+        """Wait until no request is on this worker, but not longer than `timeout_s`; whether there is none."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._server.registry.wait_idle(worker_id)
+                return True
+        return False
 
     async def stop(self) -> None:
         """Take no new calls, let the live ones finish within the drain time. Idempotent."""

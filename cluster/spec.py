@@ -24,6 +24,7 @@ ROLES = (PREFILL, DECODE)
 MAX_REPLICAS = 256
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?")
+_RESOURCE = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _ENGINE = EngineConfig(model_path="")
 _SCHEDULER = SchedulerConfig()
 _MIB = 1024 * 1024
@@ -38,6 +39,12 @@ def check_name(name: str) -> None:
     """Raises `ConfigError` unless `name` may be a cluster's."""
     if not is_name(name):
         raise ConfigError(f"name must be 1 to 32 of a-z, 0-9 and inner dashes, got {quoted(name)}")
+
+
+def check_resource(name: str) -> None:
+    """Raises `ConfigError` unless `name` is empty or may be a custom resource of Ray."""
+    if name and not _RESOURCE.fullmatch(name):
+        raise ConfigError(f"ray_resource must be up to 63 of a-z, 0-9 and _, got {quoted(name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +66,17 @@ class PoolSpec(Knobs):
     priority_step_s: float = _SCHEDULER.priority_step_s
     """Seconds without a turn that lift waiting requests by one priority."""
     host: str = "127.0.0.1"
-    """Interface for sessions and links. Both demand the cluster's key; what they carry is not encrypted."""
+    """Interface for sessions and links; `node`: the address of the Ray node that a worker is placed on. Both demand the
+    cluster's key; what they carry is not encrypted."""
     kv_transports: str = ",".join(DEFAULT_TRANSPORTS)
     """Of links, with commas: some of shm, nccl, tcp, gloo."""
+    ray_resource: str = ""
+    """Of a Ray that was joined: a custom resource of which each worker takes one, so that it is placed on the nodes
+    that offer it. Default: any node."""
 
     def __post_init__(self) -> None:
         parse_transports(self.kv_transports)
+        check_resource(self.ray_resource)
         if not 0 <= self.replicas <= MAX_REPLICAS:
             raise ConfigError(f"replicas must be in [0, {MAX_REPLICAS}], got {self.replicas}")
         self.engine("", _ENGINE.dtype)  # its checks are ours
@@ -125,8 +137,11 @@ class RouterSpec:
     """Its private key, PEM file."""
     tls_client_ca: str = ""
     """Authorities, PEM file; with it, only clients with a certificate of one of them are served."""
+    ray_resource: str = ""
+    """Like that of pools."""
 
     def __post_init__(self) -> None:
+        check_resource(self.ray_resource)
         self.config(model_path="", model_name="any", router_id="any")  # its checks are ours
 
     def config(self, model_path: str, model_name: str, router_id: str) -> RouterConfig:
@@ -182,6 +197,9 @@ class SupervisionSpec:
     """From asking Ray for a worker until it serves."""
     drain_s: float = 1.0
     """On a stop, requests that run may finish within this time."""
+    worker_drain_s: float = 30.0
+    """On a worker that is taken away or replaced, requests may finish within this time; those that are left go on
+    elsewhere."""
     stop_timeout_s: float = 10.0
     """From asking a worker to stop until it is killed."""
     hung_after_s: float = 15.0
@@ -198,8 +216,9 @@ class SupervisionSpec:
         for name in ("start_timeout_s", "stop_timeout_s", "hung_after_s", "backoff_min_s", "stable_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        if not self.drain_s >= 0:
-            raise ConfigError(f"drain_s must be at least 0, got {self.drain_s}")
+        for name in ("drain_s", "worker_drain_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         if not self.backoff_max_s >= self.backoff_min_s:
             raise ConfigError(f"backoff_max_s {self.backoff_max_s} is below backoff_min_s {self.backoff_min_s}")
         if self.max_first_starts < 1:
@@ -262,9 +281,6 @@ class ClusterSpec:
 
     def pool(self, role: str) -> PoolSpec:
         return {PREFILL: self.pools.prefill, DECODE: self.pools.decode}[role]
-
-    def worker_ids(self, role: str) -> tuple[str, ...]:
-        return tuple(f"{role}-{index}" for index in range(self.pool(role).replicas))
 
     def worker_config(self, role: str, worker_id: str, model_path: str, native_cache: str) -> WorkerConfig:
         pool = self.pool(role)

@@ -11,25 +11,30 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from cluster.processes import ProcessId
-from cluster.reconcile import (
+from cluster.events import (
     ROUTER_ID,
     ActorDied,
     ActorReady,
+    AwaitDrained,
+    DesiredChanged,
     Event,
     HostLost,
     Instruction,
     KillActor,
     MemberHung,
     MemberView,
+    PoolWanted,
     PublishWorkers,
-    Reconciler,
     StartActor,
     StopActor,
     StopRequested,
+    WorkerDrained,
+    WorkersConnected,
 )
+from cluster.host import ActorLost, Handle, Host, ReadyReport
+from cluster.reconcile import Reconciler
 from cluster.spec import SupervisionSpec
 from engine.errors import EngineError, UnavailableError
 
@@ -43,58 +48,6 @@ HEALTH_CHECKS = 2
 """In a row that bring no answer, before a member counts as hung. More than one, because we may have been held up."""
 KILL_TIMEOUT_S = 10.0
 """From killing an actor until its death is confirmed."""
-
-
-class ActorLost(Exception):
-    """The actor's process is gone, or never came to be; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyReport:
-    """What an actor says of itself when it serves."""
-
-    address: str
-    incarnation: str
-    process: ProcessId | None
-    """None if it runs on another machine."""
-    timings: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the parts of its start, as it measured them."""
-    pool: str = ""
-    """A worker's KV pool, in one line."""
-    http_address: str = ""
-    """Of a router."""
-
-
-class Handle(Protocol):
-    """One actor. After its death every call raises `ActorLost`."""
-
-    async def ready(self) -> ReadyReport:
-        """Wait until it serves. Raises `ActorLost`, or the `EngineError` for which it cannot serve."""
-
-    async def gone(self) -> str:
-        """Wait until its process is gone; returns why."""
-
-    async def answers(self, timeout_s: float) -> bool:
-        """Of an actor that serves: whether it answers a question within `timeout_s`."""
-
-    async def stop(self) -> None:
-        """Have it finish what it can and stop serving. Its process lives on until `kill`."""
-
-    async def set_workers(self, addresses: Mapping[str, str], timeout_s: float) -> str:
-        """Of the router: serve with exactly these. Returns which are not connected after `timeout_s`, and why."""
-
-    def kill(self, *, force: bool) -> None:
-        """End the process; with `force` although it may react to nothing. Idempotent; returns before it is gone."""
-
-
-class Host(Protocol):
-    """What runs actors."""
-
-    def start(self, member_id: str) -> Handle:
-        """Begin to start the actor of this member; returns at once."""
-
-    async def lost(self) -> str:
-        """Wait until no actor can be asked for anything any more; returns why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +64,12 @@ class Snapshot:
     """Every member serves and the router has a session with every worker."""
     members: tuple[Member, ...]
     """The router first."""
+    settled: bool = False
+    """Nothing is on its way to what was wanted last, and nothing is wrong."""
+    trouble: str = ""
+    """Workers that the router cannot use, and why."""
+    desired: DesiredChanged | None = None
+    """What was last asked for, since the start."""
 
     @property
     def router_address(self) -> str:
@@ -143,23 +102,23 @@ class Supervisor:
     def __init__(
         self,
         host: Host,
-        worker_ids: Sequence[str],
+        pools: Mapping[str, PoolWanted],
         limits: SupervisionSpec,
         on_change: Callable[[Snapshot], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_change` is called on the event loop whenever something about a member changed."""
+        """`pools` by role. `on_change` is called on the event loop whenever something about a member changed."""
         self._host = host
         self._limits = limits
         self._on_change = on_change
         self._now = now
-        self._reconciler = Reconciler(worker_ids, limits)
+        self._reconciler = Reconciler(pools, limits)
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # an actor's life puts in three at most
         self._lives: dict[str, _Life] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._publishing: asyncio.Task[None] | None = None
-        self._connected: Mapping[str, str] | None = None
-        """The workers that the present router was last seen connected to."""
+        self._trouble = ""
+        self._desired: DesiredChanged | None = None
         self._was_ready = False
 
     async def run(self) -> None:
@@ -176,6 +135,8 @@ class Supervisor:
             while not self._reconciler.finished:
                 event = await self._next_event()
                 now = self._now()
+                if isinstance(event, DesiredChanged):
+                    self._desired = event
                 instructions = self._reconciler.tick(now) if event is None else self._reconciler.handle(event, now)
                 error = self._carry_out(instructions) or error
                 self._tell()
@@ -190,6 +151,11 @@ class Supervisor:
     def request_stop(self, error: str | None = None) -> None:
         """Take the cluster down in order; `error` makes it a failure. Idempotent."""
         self._events.put_nowait(StopRequested(error))
+
+    def change(self, desired: DesiredChanged) -> None:
+        """From now on keep the cluster so. Snapshots tell how far it is."""
+        self._limits = desired.limits
+        self._events.put_nowait(desired)
 
     def give_up(self, reason: str) -> None:
         """End `run` at once, whatever still lives."""
@@ -208,16 +174,18 @@ class Supervisor:
         """Returns the error of a `Finish`."""
         for instruction in instructions:
             match instruction:
-                case StartActor(member_id, attempt):
-                    life = self._lives[member_id] = _Life(member_id, attempt, self._host.start(member_id))
+                case StartActor(member_id, attempt, role):
+                    life = self._lives[member_id] = _Life(member_id, attempt, self._host.start(member_id, role))
                     self._spawn(self._live(life))
                 case StopActor(member_id, _):
                     self._spawn(self._end_gently(self._lives[member_id]))
                 case KillActor(member_id, _, reason):
                     logger.info("%s is killed: %s", member_id, reason)
                     self._spawn(self._kill(self._lives[member_id], force=True))
-                case PublishWorkers(addresses):
-                    self._start_publishing(addresses)
+                case PublishWorkers():
+                    self._start_publishing(instruction)
+                case AwaitDrained(member_id, attempt):
+                    self._spawn(self._await_drained(self._lives[ROUTER_ID], member_id, attempt))
                 case _:
                     return instruction.error
         return None
@@ -284,42 +252,53 @@ class Supervisor:
         reason = f"killed; its end was not confirmed within {KILL_TIMEOUT_S:g} s"
         self._events.put_nowait(ActorDied(life.member_id, life.attempt, reason))
 
-    def _start_publishing(self, addresses: Mapping[str, str]) -> None:
+    def _start_publishing(self, told: PublishWorkers) -> None:
         # Only the newest list matters. The router gets them in the order in which they were sent.
         if self._publishing is not None:
             self._publishing.cancel()
-        self._connected = None
-        self._publishing = self._spawn(self._publish(self._lives[ROUTER_ID], addresses))
+        self._publishing = self._spawn(self._publish(self._lives[ROUTER_ID], told))
 
-    async def _publish(self, router: _Life, addresses: Mapping[str, str]) -> None:
+    async def _publish(self, router: _Life, told: PublishWorkers) -> None:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S + CALL_TIMEOUT_S):
-                missing = await router.handle.set_workers(addresses, CONNECT_TIMEOUT_S)
+                missing = await router.handle.set_workers(told.addresses, told.draining, CONNECT_TIMEOUT_S)
         except ActorLost:
             return  # its life says so too
         except TimeoutError:
             missing = "the router does not answer"
             router.handle.kill(force=True)
+        self._trouble = missing
         if not missing:
-            self._connected = addresses
-            self._tell()
+            self._events.put_nowait(WorkersConnected(told))
         elif self._was_ready:
             logger.warning("the router is not connected to every worker: %s", missing)
+            self._tell()
         else:
             self.request_stop(f"the router cannot use its workers: {missing}")
+
+    async def _await_drained(self, router: _Life, worker_id: str, attempt: int) -> None:
+        limit_s = self._limits.worker_drain_s
+        try:
+            async with asyncio.timeout(limit_s + CALL_TIMEOUT_S):
+                await router.handle.drained(worker_id, limit_s)
+        except TimeoutError:
+            logger.warning("the router does not say whether %s is drained", worker_id)
+        except ActorLost:
+            logger.info("%s has lost its requests with the router", worker_id)
+        self._events.put_nowait(WorkerDrained(worker_id, attempt))
 
     async def _watch_host(self) -> None:
         self._events.put_nowait(HostLost(await self._host.lost()))
 
     def _tell(self) -> None:
-        ready = self._reconciler.all_ready and self._connected is not None
+        ready = self._reconciler.all_ready
         self._was_ready = self._was_ready or ready
         members = []
         for view in self._reconciler.views():
             life = self._lives.get(view.member_id)
             report = life.report if life is not None and view.address else None
             members.append(Member(view, report))
-        self._on_change(Snapshot(ready, tuple(members)))
+        self._on_change(Snapshot(ready, tuple(members), self._reconciler.settled, self._trouble, self._desired))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -7,7 +7,7 @@ import shutil
 import signal
 
 from cluster import state
-from cluster.config import CLUSTER_ID_VARIABLE, ray_dir
+from cluster.config import CLUSTER_ID_VARIABLE, control_path, ray_dir
 from cluster.processes import ProcessId, end, marked
 from engine.errors import ConfigError, UnavailableError
 
@@ -42,12 +42,13 @@ async def _take_down(name: str) -> bool:
         left = await end(_processes(record), signal.SIGKILL, KILL_TIMEOUT_S)
         if left:
             raise UnavailableError(f"processes {', '.join(str(process.pid) for process in left)} do not end")
-    leftovers = (state.state_path(name), state.lock_path(name), ray_dir(name))
+    leftovers = (state.state_path(name), state.lock_path(name), ray_dir(name), control_path(name))
     if not any(path.exists() for path in leftovers):
         return record is not None
     try:
         with state.sole_owner(name):
             shutil.rmtree(ray_dir(name), ignore_errors=True)
+            control_path(name).unlink(missing_ok=True)
             state.state_path(name).unlink(missing_ok=True)
     except ConfigError:
         if record is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvrelay.v1 import worker_pb2
@@ -72,10 +72,11 @@ class Registry:
         for address in addresses:
             self._add(address, address, None)
 
-    def set_workers(self, addresses: Mapping[str, str]) -> None:
+    def set_workers(self, addresses: Mapping[str, str], draining: Collection[str] = ()) -> None:
         """Make the known workers exactly `addresses` (worker id to HOST:PORT).
 
         A worker that is left out, or that moved, is given up: its requests get `WorkerLost` and go on elsewhere.
+        One that is `draining` keeps what it has; it is no ready worker for anything new.
         """
         for key, client in list(self._clients.items()):
             if addresses.get(key) != client.address:
@@ -85,7 +86,14 @@ class Registry:
             self._departed.pop(worker_id, None)
             if worker_id not in self._clients:
                 self._add(worker_id, address, worker_id)
+            self._clients[worker_id].draining = worker_id in draining
         self._notify()
+
+    async def wait_idle(self, worker_id: str) -> None:
+        """Return once no request of this router is on the worker, or it is no ready worker any more."""
+        client = self._clients.get(worker_id)
+        if client is not None and client.session is not None:
+            await client.session.wait_idle()
 
     async def close(self) -> None:
         """Give up every worker. Returns when no task is left."""
@@ -120,12 +128,12 @@ class Registry:
         raise KeyError(worker_id)
 
     def snapshots(self) -> list[WorkerSnapshot]:
-        """All ready workers."""
-        return [session.snapshot() for session in self._sessions()]
+        """All ready workers that take new requests."""
+        return [session.snapshot() for session in self._open_sessions()]
 
     def is_ready(self) -> bool:
         """Whether requests can be served: prefill workers help, decode workers are needed."""
-        return any(session.peer.role == DECODE for session in self._sessions())
+        return any(session.peer.role == DECODE for session in self._open_sessions())
 
     def roomiest(self) -> WorkerSnapshot | None:
         """The ready decode worker that can hold the largest request; None if none is ready."""
@@ -167,8 +175,8 @@ class Registry:
         return "none of the ready workers is a decode worker" if self._clients else "no worker is known"
 
     def _remember(self, client: WorkerClient) -> None:
-        if client.peer is None:
-            return  # it never said who it is
+        if client.peer is None or client.draining:
+            return  # it never said who it is; or its going was planned
         why = client.lost_because if client.state is WorkerState.LOST else client.detail
         gone = Departed(client.peer, why or client.detail or "taken out of service", client.lost_at or self._now())
         self._departed.pop(gone.peer.worker_id, None)
@@ -181,6 +189,11 @@ class Registry:
 
     def _sessions(self) -> list[WorkerSession]:
         return [client.session for client in self._clients.values() if client.session is not None]
+
+    def _open_sessions(self) -> list[WorkerSession]:
+        """Of those that take new requests."""
+        clients = self._clients.values()
+        return [client.session for client in clients if client.session is not None and not client.draining]
 
     def _add(self, key: str, address: str, expected_id: str | None) -> None:
         def accept(peer: Peer) -> None:

@@ -181,7 +181,8 @@ def _term_error(name: str, error: TermError) -> router_pb2.TermError:
 
 def _worker_status(client: WorkerClient, now: float) -> router_pb2.WorkerStatus:
     """Of a worker that is not ready, what was last known of it, without its load."""
-    status = router_pb2.WorkerStatus(address=client.address, state=client.state.value, detail=client.detail)
+    state = "draining" if client.draining and client.session is not None else client.state.value
+    status = router_pb2.WorkerStatus(address=client.address, state=state, detail=client.detail)
     if client.peer is not None:
         _introduce(status, client.peer)
     if client.session is not None:

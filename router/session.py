@@ -149,6 +149,9 @@ class WorkerSession:
         self._lanes: dict[str, Lane] = {}
         self._outbox: deque[worker_pb2.SessionRequest] = deque()
         self._queued = asyncio.Event()
+        self._idle = asyncio.Event()
+        """Set while there are no lanes."""
+        self._idle.set()
         self._over: WorkerLost | None = None
         self.blocks: BlockFollower | None = None
         """None: the worker does not tell, or the session is over."""
@@ -174,12 +177,19 @@ class WorkerSession:
             raise self._over
         assert request_id not in self._lanes, f"{request_id} is on {self.peer.worker_id} already"
         lane = self._lanes[request_id] = Lane(self, request_id, inbox)
+        self._idle.clear()
         self.changed()
         return lane
 
     def forget(self, request_id: str) -> None:
         self._lanes.pop(request_id, None)
+        if not self._lanes:
+            self._idle.set()
         self.changed()
+
+    async def wait_idle(self) -> None:
+        """Return once no request is here. A session that is over has none."""
+        await self._idle.wait()
 
     def changed(self) -> None:
         """Something that a snapshot tells."""

@@ -55,6 +55,8 @@ class WorkerClient:
         self.state = WorkerState.CONNECTING
         self.detail = "not dialled yet"
         """Why it is not ready; empty while it is."""
+        self.draining = False
+        """It keeps the requests that it has and gets no new ones."""
         self.lost_at: float | None = None
         """When it was last lost, on the event loop's clock; None while it is ready."""
         self.lost_because = ""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
-from worker.config import WorkerConfig
+import ray.util
+
+from worker.config import NODE_HOST, WorkerConfig
 from worker.process import RunningWorker, exit_with_raylet, log_to_stderr
 from worker.session import Role
 
@@ -17,6 +21,8 @@ class WorkerActor(ABC):
     def __init__(self, config: WorkerConfig) -> None:
         log_to_stderr(config.worker_id)
         exit_with_raylet()
+        if config.host == NODE_HOST:
+            config = replace(config, host=str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
         self._worker = RunningWorker(config, self.build)
 
     @staticmethod
@@ -27,7 +33,7 @@ class WorkerActor(ABC):
 
     async def start(self) -> dict[str, Any]:
         """Load the model and serve; returns the ready report. On an `EngineError` the actor is of no use any more."""
-        return await self._worker.start()
+        return {**await self._worker.start(), "node": os.uname().nodename}
 
     async def stop(self) -> None:
         """Drain, end the sessions, give memory and port back. The process stays until Ray ends it. Idempotent."""

@@ -11,6 +11,8 @@ from kv_transfer.identity import DEFAULT_TRANSPORTS, check_transports
 
 MAX_LEASE_S = 5.0
 """A lease that nobody renews blocks memory for this long at most."""
+NODE_HOST = "node"
+"""As `host`, for actors: the address of the Ray node that one is placed on."""
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 

@@ -917,7 +917,7 @@ class WorkerStatus(_message.Message):
     """"prefill" or "decode"."""
     address: _builtins.str
     state: _builtins.str
-    """"connecting", "ready" or "lost"."""
+    """"connecting", "ready", "draining" or "lost"."""
     detail: _builtins.str
     """Why it is not ready."""
     pid: _builtins.int

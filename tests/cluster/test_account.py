@@ -6,10 +6,11 @@ import pytest
 
 from cluster import state
 from cluster.account import Account
+from cluster.events import MemberView, Phase
+from cluster.host import ReadyReport
 from cluster.processes import ProcessId
-from cluster.reconcile import MemberView, Phase
 from cluster.spec import ClusterSpec
-from cluster.supervisor import Member, ReadyReport, Snapshot
+from cluster.supervisor import Member, Snapshot
 from cluster.updates import MemberTrouble, Ready, StageBegan, StageDone, Update
 
 ADDRESSES = {"router": "127.0.0.1:8600", "prefill-0": "127.0.0.1:1", "decode-0": "127.0.0.1:2"}
@@ -46,7 +47,8 @@ def snapshot(phase: Phase, *, ready: bool = False, **other: tuple[Phase, int]) -
         serves = its_phase is Phase.READY
         report = ReadyReport(address, f"life-{attempt}", ProcessId.mine(), http_address=HTTP) if serves else None
         reason, again = ("killed", its_phase is Phase.ABSENT) if attempt > 1 else ("", False)
-        view = MemberView(member_id, its_phase, attempt, address if serves else "", reason, starts_again=again)
+        role = member_id.partition("-")[0]
+        view = MemberView(member_id, its_phase, attempt, address if serves else "", reason, again, role)
         members.append(Member(view, report))
     return Snapshot(ready, tuple(members))
 

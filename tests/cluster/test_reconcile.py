@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.reconcile import (
+from cluster.events import (
     ROUTER_ID,
     ActorDied,
     ActorReady,
@@ -15,26 +15,35 @@ from cluster.reconcile import (
     KillActor,
     MemberHung,
     Phase,
+    PoolWanted,
     PublishWorkers,
-    Reconciler,
     StartActor,
     StopActor,
     StopRequested,
+    WorkersConnected,
 )
+from cluster.reconcile import Reconciler
 from cluster.spec import SupervisionSpec
 
 LIMITS = SupervisionSpec(start_timeout_s=100.0, backoff_min_s=1.0, backoff_max_s=8.0, stable_s=60.0, max_first_starts=3)
 WORKERS = ("prefill-0", "decode-0")
+POOLS = {"prefill": PoolWanted(1, "a"), "decode": PoolWanted(1, "a")}
 MEMBERS = (ROUTER_ID, *WORKERS)
 
 
 def bring_up(now: float = 0.0) -> Reconciler:
-    reconciler = Reconciler(WORKERS, LIMITS)
+    reconciler = Reconciler(POOLS, LIMITS)
     reconciler.start(now)
     for member_id in MEMBERS:
-        reconciler.handle(ActorReady(member_id, 1, address_of(member_id, 1)), now)
+        told = reconciler.handle(ActorReady(member_id, 1, address_of(member_id, 1)), now)
+    assert isinstance(told[-1], PublishWorkers)
+    reconciler.handle(WorkersConnected(told[-1]), now)
     assert reconciler.all_ready
     return reconciler
+
+
+def start(member_id: str, attempt: int) -> StartActor:
+    return StartActor(member_id, attempt, member_id.partition("-")[0])
 
 
 def address_of(member_id: str, attempt: int) -> str:
@@ -42,12 +51,12 @@ def address_of(member_id: str, attempt: int) -> str:
 
 
 def test_all_members_are_started_at_once() -> None:
-    instructions = Reconciler(WORKERS, LIMITS).start(now=0.0)
-    assert instructions == [StartActor(member_id, 1) for member_id in (*WORKERS, ROUTER_ID)]
+    instructions = Reconciler(POOLS, LIMITS).start(now=0.0)
+    assert instructions == [start(member_id, 1) for member_id in (*WORKERS, ROUTER_ID)]
 
 
 def test_workers_that_are_ready_before_the_router_are_published_when_it_comes() -> None:
-    reconciler = Reconciler(WORKERS, LIMITS)
+    reconciler = Reconciler(POOLS, LIMITS)
     reconciler.start(now=0.0)
 
     assert reconciler.handle(ActorReady("decode-0", 1, "d"), now=1.0) == []
@@ -63,7 +72,7 @@ def test_a_dead_worker_is_unpublished_at_once_and_started_again_after_the_pause(
     assert [view.member_id for view in reconciler.views() if view.starts_again] == ["decode-0"]
     assert reconciler.tick(now=10.9) == []
     assert reconciler.next_due == 11.0
-    assert reconciler.tick(now=11.0) == [StartActor("decode-0", 2)]
+    assert reconciler.tick(now=11.0) == [start("decode-0", 2)]
     published = reconciler.handle(ActorReady("decode-0", 2, "d2"), now=12.0)
     assert published == [PublishWorkers({"prefill-0": "prefill-0:1", "decode-0": "d2"})]
     reconciler.check_integrity()
@@ -72,7 +81,7 @@ def test_a_dead_worker_is_unpublished_at_once_and_started_again_after_the_pause(
 def test_a_restarted_router_is_told_of_all_workers() -> None:
     reconciler = bring_up()
     assert reconciler.handle(ActorDied(ROUTER_ID, 1, "killed"), now=5.0) == []
-    assert reconciler.tick(now=6.0) == [StartActor(ROUTER_ID, 2)]
+    assert reconciler.tick(now=6.0) == [start(ROUTER_ID, 2)]
 
     published = reconciler.handle(ActorReady(ROUTER_ID, 2, "r2"), now=7.0)
 
@@ -108,7 +117,7 @@ def test_late_words_of_an_earlier_actor_change_nothing() -> None:
 
 
 def test_an_actor_that_is_not_ready_in_time_is_killed_and_started_again_only_when_it_is_gone() -> None:
-    reconciler = Reconciler(WORKERS, LIMITS)
+    reconciler = Reconciler(POOLS, LIMITS)
     reconciler.start(now=0.0)
     for member_id in (ROUTER_ID, "prefill-0"):
         reconciler.handle(ActorReady(member_id, 1, "a"), now=1.0)
@@ -116,7 +125,7 @@ def test_an_actor_that_is_not_ready_in_time_is_killed_and_started_again_only_whe
     assert reconciler.tick(now=100.0) == [KillActor("decode-0", 1, "not ready within 100 s")]
     assert reconciler.tick(now=1000.0) == []
     reconciler.handle(ActorDied("decode-0", 1, "killed"), now=1000.0)
-    assert reconciler.tick(now=1001.0) == [StartActor("decode-0", 2)]
+    assert reconciler.tick(now=1001.0) == [start("decode-0", 2)]
 
 
 def test_a_hung_worker_is_unpublished_and_killed_and_started_again_only_when_it_is_gone() -> None:
@@ -131,7 +140,7 @@ def test_a_hung_worker_is_unpublished_and_killed_and_started_again_only_when_it_
     assert reconciler.handle(MemberHung("decode-0", 1, "no answer for 15 s"), now=11.0) == []
     assert reconciler.tick(now=1000.0) == []
     reconciler.handle(ActorDied("decode-0", 1, "stopped"), now=1000.0)
-    assert reconciler.tick(now=1001.0) == [StartActor("decode-0", 2)]
+    assert reconciler.tick(now=1001.0) == [start("decode-0", 2)]
     assert {view.member_id: view.last_reason for view in reconciler.views()}["decode-0"] == "no answer for 15 s"
     reconciler.check_integrity()
 
@@ -141,13 +150,13 @@ def test_a_hung_router_is_killed_and_its_successor_told_of_all_workers() -> None
 
     assert reconciler.handle(MemberHung(ROUTER_ID, 1, "silent"), now=5.0) == [KillActor(ROUTER_ID, 1, "silent")]
     reconciler.handle(ActorDied(ROUTER_ID, 1, "stopped"), now=6.0)
-    assert reconciler.tick(now=7.0) == [StartActor(ROUTER_ID, 2)]
+    assert reconciler.tick(now=7.0) == [start(ROUTER_ID, 2)]
     published = reconciler.handle(ActorReady(ROUTER_ID, 2, "r2"), now=8.0)
     assert published == [PublishWorkers({worker_id: address_of(worker_id, 1) for worker_id in WORKERS})]
 
 
 def test_only_the_present_actor_that_serves_can_hang() -> None:
-    reconciler = Reconciler(WORKERS, LIMITS)
+    reconciler = Reconciler(POOLS, LIMITS)
     reconciler.start(now=0.0)
     assert reconciler.handle(MemberHung("decode-0", 1, "silent"), now=1.0) == []
     reconciler = bring_up()
@@ -171,7 +180,7 @@ def test_a_worker_that_hangs_again_and_again_is_started_after_longer_pauses() ->
 
 
 def test_a_worker_that_can_never_start_fails_the_cluster_with_its_reason() -> None:
-    reconciler = Reconciler(WORKERS, LIMITS)
+    reconciler = Reconciler(POOLS, LIMITS)
     reconciler.start(now=0.0)
     reconciler.handle(ActorReady("prefill-0", 1, "p"), now=1.0)
 
@@ -184,7 +193,7 @@ def test_a_worker_that_can_never_start_fails_the_cluster_with_its_reason() -> No
 
 
 def test_a_worker_that_never_served_is_given_up_after_the_limit() -> None:
-    reconciler = Reconciler(WORKERS, LIMITS)
+    reconciler = Reconciler(POOLS, LIMITS)
     reconciler.start(now=0.0)
     for attempt in (1, 2):
         assert reconciler.handle(ActorDied("decode-0", attempt, "crash"), now=10.0 * attempt) == []
@@ -213,7 +222,7 @@ def test_a_stop_ends_the_router_first_and_then_the_workers() -> None:
 
 
 def test_a_stop_during_the_start_kills_what_does_not_serve_yet() -> None:
-    reconciler = Reconciler(WORKERS, LIMITS)
+    reconciler = Reconciler(POOLS, LIMITS)
     reconciler.start(now=0.0)
     instructions = reconciler.handle(StopRequested(), now=1.0)
     assert instructions == [KillActor(member_id, 1, "the cluster stops") for member_id in MEMBERS]
@@ -244,7 +253,7 @@ class World:
     def carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case StartActor(member_id, attempt):
+                case StartActor(member_id, attempt, _):
                     assert member_id not in self.live, f"two live actors of {member_id}"
                     self.live[member_id] = attempt
                 case StopActor(member_id, attempt) | KillActor(member_id, attempt):
@@ -269,7 +278,7 @@ class World:
     )
 )
 def test_no_order_of_events_leaves_two_live_actors_of_one_member(steps: list[tuple[str, str, float]]) -> None:
-    reconciler, world, now = Reconciler(WORKERS, LIMITS), World(), 0.0
+    reconciler, world, now = Reconciler(POOLS, LIMITS), World(), 0.0
     world.carry_out(reconciler.start(now))
     for kind, member_id, pause in steps:
         now += pause

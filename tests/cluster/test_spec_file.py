@@ -40,7 +40,7 @@ def test_every_field_of_a_spec_is_read() -> None:
     assert (spec.name, spec.model, spec.dtype) == ("prod-1", "/models/llama", "float32")
     assert (spec.pools.prefill.replicas, spec.pools.prefill.kv_memory_bytes) == (2, 2 * 1024**3)
     assert (spec.pools.prefill.max_model_len, spec.pools.decode.max_model_len) == (4096, None)
-    assert spec.worker_ids("decode") == ("decode-0", "decode-1", "decode-2")
+    assert spec.pools.decode.replicas == 3
     assert (spec.router.port, spec.router.default_timeout_s) == (0, 30.0)
     config = spec.router_config("/m")
     assert (config.http_port, config.tls_cert) == (8080, "/etc/cert.pem")

@@ -3,20 +3,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cluster import supervisor as supervisor_module
-from cluster.reconcile import ROUTER_ID
+from cluster.events import ROUTER_ID, DesiredChanged, PoolWanted
+from cluster.host import ActorLost, Handle, ReadyReport
 from cluster.spec import SupervisionSpec
-from cluster.supervisor import ActorLost, Handle, ReadyReport, Snapshot, Supervisor
+from cluster.supervisor import Snapshot, Supervisor
 from engine.errors import EngineError, ModelError, UnavailableError
 
 WORKERS = ("prefill-0", "decode-0")
+POOLS = {"prefill": PoolWanted(1, "a"), "decode": PoolWanted(1, "a")}
 LIMITS = SupervisionSpec(
     start_timeout_s=60.0, hung_after_s=0.003, drain_s=0.0, backoff_min_s=0.001, backoff_max_s=0.002
 )
+
+
+def desired(prefill: int = 1, decode: int = 1, limits: SupervisionSpec = LIMITS) -> DesiredChanged:
+    return DesiredChanged({"prefill": PoolWanted(prefill, "a"), "decode": PoolWanted(decode, "a")}, limits)
 
 
 class FakeActor:
@@ -70,9 +77,14 @@ class FakeActor:
         self._host.stops.append(self.member_id)
         self.stopped = True
 
-    async def set_workers(self, addresses: Mapping[str, str], timeout_s: float) -> str:
-        self.workers = addresses
+    async def set_workers(self, addresses: Mapping[str, str], draining: frozenset[str], timeout_s: float) -> str:
+        self.workers = {worker_id: address for worker_id, address in addresses.items() if worker_id not in draining}
         return self._host.not_connected
+
+    async def drained(self, worker_id: str, timeout_s: float) -> bool:
+        self._host.asked_to_drain.append(worker_id)
+        await self._host.nothing_runs.wait()
+        return True
 
     def kill(self, *, force: bool) -> None:
         if self._host.obeys or force:
@@ -89,9 +101,12 @@ class FakeHost:
         self.holds: set[str] = set()
         self.not_connected = ""
         self.obeys = True
+        self.asked_to_drain: list[str] = []
+        self.nothing_runs = asyncio.Event()
+        self.nothing_runs.set()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def start(self, member_id: str) -> Handle:
+    def start(self, member_id: str, role: str) -> Handle:
         lives = self.actors.setdefault(member_id, [])
         assert not any(actor.alive for actor in lives), f"two live actors of {member_id}"
         lives.append(FakeActor(self, member_id, len(lives) + 1, self.fails_with.get(member_id)))
@@ -119,12 +134,26 @@ class Watched:
     def __init__(self, host: FakeHost) -> None:
         self.snapshots: list[Snapshot] = []
         self._told = asyncio.Event()
-        self.supervisor = Supervisor(host, WORKERS, LIMITS, self._tell)
+        self.supervisor = Supervisor(host, POOLS, LIMITS, self._tell)
         self.task = asyncio.ensure_future(self.supervisor.run())
 
     def _tell(self, snapshot: Snapshot) -> None:
         self.snapshots.append(snapshot)
         self._told.set()
+
+    async def told(self) -> None:
+        await self._told.wait()
+        self._told.clear()
+
+    async def settled(self, **replicas: int) -> None:
+        """Wait until the cluster is as `desired(**replicas)` says."""
+        async with asyncio.timeout(10):
+            while True:
+                last = self.snapshots[-1]
+                roles = [member.view.role for member in last.members]
+                if last.settled and all(roles.count(role) == count for role, count in replicas.items()):
+                    return
+                await self.told()
 
     async def ready(self, **attempts: int) -> None:
         """Wait until every member serves and these (with _ for -) have been started so many times."""
@@ -265,6 +294,59 @@ async def test_a_lost_host_ends_the_run_at_once() -> None:
         host.lose("a process of Ray ended")
         with pytest.raises(UnavailableError, match="a process of Ray ended"):
             await watched.task
+
+
+async def test_a_worker_that_is_not_wanted_is_stopped_when_the_router_has_nothing_on_it() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        host.nothing_runs.clear()
+        watched.supervisor.change(desired(prefill=0))
+        router = host.last(ROUTER_ID)
+        async with asyncio.timeout(10):
+            while not host.asked_to_drain:
+                await watched.told()
+        assert (router.workers, host.asked_to_drain) == ({"decode-0": "decode-0:1"}, ["prefill-0"])
+        assert host.last("prefill-0").alive
+
+        host.nothing_runs.set()
+        await watched.settled(prefill=0)
+        assert host.stops == ["prefill-0"]
+        assert not host.last("prefill-0").alive
+
+
+async def test_a_worker_that_still_has_requests_when_its_time_is_up_is_stopped() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        host.nothing_runs.clear()
+        watched.supervisor.change(desired(prefill=0, limits=replace(LIMITS, worker_drain_s=0.001)))
+        await watched.settled(prefill=0)
+        assert host.stops == ["prefill-0"]
+
+
+async def test_the_router_is_told_of_a_new_worker_when_it_serves() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        watched.supervisor.change(desired(decode=2))
+        await watched.settled(decode=2)
+        workers = host.last(ROUTER_ID).workers
+        assert workers == {"prefill-0": "prefill-0:1", "decode-0": "decode-0:1", "decode-1": "decode-1:1"}
+
+
+async def test_a_new_worker_that_the_router_refuses_is_told_and_stops_nothing() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        host.not_connected = "decode-1 is refused: another block size"
+        watched.supervisor.change(desired(decode=2))
+        async with asyncio.timeout(10):
+            while not watched.snapshots[-1].trouble:
+                await watched.told()
+        assert watched.snapshots[-1].trouble == host.not_connected
+        assert not watched.snapshots[-1].settled
+        assert len(host.alive) == 4
 
 
 async def test_no_task_is_left_however_the_run_ends() -> None:

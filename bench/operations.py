@@ -1,0 +1,184 @@
+"""A cluster on a Ray of several nodes, changed while it serves: does a request fail?
+
+`python -m bench.operations [--json] [--model NAME]`
+
+Pools are scaled 1 -> 3 -> 1; every worker is replaced because a knob changed; a node is killed. All the while requests
+run, and each answer is compared with that of the quiet cluster. The nodes are raylets on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+
+from bench.operations_load import Answers, LoadResult, load, make_prompts, right_answers
+from bench.ray_nodes import node_environment, ray_nodes
+from bench.report import Goal, Report
+from cluster.config import control_path, default_model_dir
+from cluster.control import send_order
+from cluster.state import find_running
+from engine.model_store import resolve_model
+from kvrelay import AsyncClient
+
+NAME = "operations"
+RESOURCE = "worker"
+START_TIMEOUT_S = 180.0
+ORDER_S = 120.0
+SEEN_WITHIN_S = 30.0
+PROMPT_TOKENS, OUTPUT_TOKENS, PROMPTS, STREAMS = 40, 80, 6, 4
+VOCABULARY = range(100, 250)
+POLL_S = 0.01
+GOALS = (
+    Goal("scale_failed_requests", "==", 0),
+    Goal("rolling_restart_errors", "==", 0),
+    Goal("node_kill_failed_requests", "==", 0),
+    Goal("node_kill_seen_s", "<=", 3.0),
+)
+
+
+@dataclass
+class Joined:
+    """A cluster that joined a Ray: `kvrelay up` in a process of its own."""
+
+    address: str
+    """Of the Ray."""
+    model: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of both pools."""
+    router_address: str = ""
+    dtype: str = "bfloat16"
+
+    def spec(self, **settings: Any) -> dict[str, Any]:
+        """With one prefill and one decode worker."""
+        pool = {"ray_resource": RESOURCE, **self.settings, **settings}
+        spec = {"name": NAME, "model": self.model, "router": {"port": 0}, "ray": {"address": self.address}}
+        return {**spec, "dtype": self.dtype, "pools": {"prefill": pool, "decode": pool}}
+
+    async def start(self, folder: Path) -> None:
+        path = folder / "spec.yaml"
+        path.write_text(json.dumps(self.spec()))
+        command = [sys.executable, "-m", "cluster", "up", "-d", "--json", str(path)]
+        up = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            out, err = await up.communicate()
+        if up.returncode:
+            raise click.ClickException(f"the cluster did not start: {err.decode()[-2000:]}")
+        self.router_address = json.loads(out)["router_address"]
+
+    async def stop(self) -> None:
+        down = await asyncio.create_subprocess_exec(sys.executable, "-m", "cluster", "down", NAME)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await down.wait()
+
+    async def order(self, name: str, **fields: Any) -> dict[str, Any]:
+        return await send_order(control_path(NAME), {"order": name, "wait_s": ORDER_S, **fields})
+
+    async def scale(self, **replicas: int) -> None:
+        await self.order("scale", replicas=replicas)
+
+
+@asynccontextmanager
+async def joined(cluster: Joined) -> AsyncIterator[Answers]:
+    with tempfile.TemporaryDirectory() as folder:
+        await cluster.start(Path(folder))
+    try:
+        async with AsyncClient(cluster.router_address) as client:
+            prompts = make_prompts(PROMPTS, VOCABULARY, PROMPT_TOKENS)
+            yield await right_answers(client, prompts, OUTPUT_TOKENS)
+    finally:
+        await cluster.stop()
+
+
+async def scale_up_and_down(cluster: Joined, answers: Answers, *roles: str) -> LoadResult:
+    """1 -> 3 -> 1, each of these pools."""
+    async with AsyncClient(cluster.router_address) as client, load(client, answers, STREAMS) as result:
+        await cluster.scale(**dict.fromkeys(roles, 3))
+        await cluster.scale(**dict.fromkeys(roles, 1))
+    return result
+
+
+async def rolling_restart(cluster: Joined, answers: Answers, max_num_seqs: int) -> LoadResult:
+    """Every worker, because a knob changed."""
+    async with AsyncClient(cluster.router_address) as client, load(client, answers, STREAMS) as result:
+        await cluster.order("apply", spec=json.dumps(cluster.spec(max_num_seqs=max_num_seqs)))
+    return result
+
+
+async def node_kill(cluster: Joined, answers: Answers) -> tuple[LoadResult, float]:
+    """Of two nodes with a decode worker, one is killed. Returns how long it took until the supervisor knew."""
+    await cluster.scale(decode=2)
+    async with AsyncClient(cluster.router_address) as client, load(client, answers, STREAMS) as result:
+        status = await client.status()
+        while any(worker.role == "decode" and not worker.running for worker in status.workers):
+            await asyncio.sleep(POLL_S)  # until both are at work
+            status = await client.status()
+        victim, raylet = _on_a_node_of_its_own()
+        started = time.monotonic()
+        os.kill(raylet, signal.SIGKILL)
+        while (await cluster.order("show"))["members"].get(victim) == "ready":
+            if time.monotonic() > started + SEEN_WITHIN_S:
+                raise click.ClickException(f"the death of {victim} was not seen within {SEEN_WITHIN_S:g} s")
+            await asyncio.sleep(POLL_S)
+        seen_s = time.monotonic() - started
+        await cluster.scale(decode=1)
+    return result, seen_s
+
+
+def _on_a_node_of_its_own() -> tuple[str, int]:
+    """A decode worker whose node runs nothing else of the cluster, and that node's raylet."""
+    processes = {m.member_id: m.process for m in find_running(NAME).members}
+    raylets = {name: psutil.Process(process.pid).ppid() for name, process in processes.items() if process is not None}
+    for name, raylet in raylets.items():
+        if name.startswith("decode") and list(raylets.values()).count(raylet) == 1:
+            return name, raylet
+    raise click.ClickException(f"no decode worker has a node of its own: {raylets}")
+
+
+async def measure(cluster: Joined, report: Report) -> None:
+    async with joined(cluster) as answers:
+        scaled = await scale_up_and_down(cluster, answers, "prefill", "decode")
+        restarted = await rolling_restart(cluster, answers, max_num_seqs=32)
+        killed, seen_s = await node_kill(cluster, answers)
+    report.figures |= {
+        "scale_failed_requests": scaled.failed,
+        "rolling_restart_errors": restarted.failed,
+        "node_kill_failed_requests": killed.failed,
+        "node_kill_seen_s": seen_s,
+    }
+    for name, result in (("scaling", scaled), ("rolling restart", restarted), ("node kill", killed)):
+        report.notes.append(f"{name}: {result.finished} answers, {result.resumed} of them resumed on another worker")
+        report.notes += [f"{name}: {error}" for error in result.errors[:3]]
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
+@click.option("--model", default="smollm2-135m", show_default=True)
+def main(as_json: bool, model: str) -> None:
+    """Change a cluster while it serves, and count the requests that fail."""
+    report = Report("operations", GOALS)
+    folder = resolve_model(model, default_model_dir())
+    with tempfile.TemporaryDirectory(prefix="kvr-") as home:
+        environment = node_environment(secrets.token_hex(32))
+        os.environ.update(environment, KVRELAY_HOME=home)
+        with ray_nodes(3, {RESOURCE: 4.0}, environment) as nodes:
+            asyncio.run(measure(Joined(nodes.address, str(folder)), report))
+    report.print(as_json)
+
+
+if __name__ == "__main__":
+    main()

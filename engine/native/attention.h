@@ -160,10 +160,7 @@ INLINE void score(const Rows &r, const uint32_t *keys, int n, Floats (*scores)[K
   UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int g = 0; g < GROUP; g++) s[m][g] = Floats{};
   for (int j = 0; j < n; j++) {
     if (first == 0) Ahead::fetch(next.keys, next.count, j);
-    UNROLL for (int g = 0; g < GROUP; g++) {
-      const Pairs key = load_pairs(keys + size_t((first + g) * n + j) * LANES);
-      UNROLL for (int m = 0; m < ROWS; m++) s[m][g] = dot(s[m][g], key, r.query[j * ROWS + m]);
-    }
+    add_products<ROWS, GROUP>(s, keys + size_t(first * n + j) * LANES, size_t(n) * LANES, r.query + j * ROWS);
   }
   UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int g = 0; g < GROUP; g++) scores[m][first + g] = s[m][g];
 }
@@ -175,10 +172,7 @@ template <int ROWS, int GROUP> INLINE void mix(Rows &r, const Pair *weights, con
     UNROLL for (int g = 0; g < GROUP; g++) mixed[m][g] = load<Floats>(r.mixed[m] + first + g * LANES);
   for (int t = 0; t < KEYS / 2; t++) {
     if (first == 0) Ahead::fetch(next.values, next.count, t);
-    UNROLL for (int g = 0; g < GROUP; g++) {
-      const Pairs value = load_pairs(values + size_t(t) * d + first + g * LANES);
-      UNROLL for (int m = 0; m < ROWS; m++) mixed[m][g] = dot(mixed[m][g], value, weights[t * ROWS + m]);
-    }
+    add_products<ROWS, GROUP>(mixed, values + size_t(t) * d + first, LANES, weights + t * ROWS);
   }
   UNROLL for (int m = 0; m < ROWS; m++)
     UNROLL for (int g = 0; g < GROUP; g++) store(r.mixed[m] + first + g * LANES, mixed[m][g]);

@@ -46,12 +46,8 @@ template <int ROWS> static void tile_product(const bf16 *w, const Pair *pairs, i
   UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int h = 0; h < PARTS; h++) sums[m][h] = Floats{};
   for (int k = 0; k < columns / 2; k++) {
     const bf16 *at = w + size_t(k) * 2 * TILE;
-    const Pair *x = pairs + size_t(k) * ROWS;
-    UNROLL for (int h = 0; h < PARTS; h++) {
-      prefetch((const char *)(at + 2 * h * LANES) + 4096);
-      const Pairs weights = load_pairs(at + 2 * h * LANES);
-      UNROLL for (int m = 0; m < ROWS; m++) sums[m][h] = dot(sums[m][h], weights, x[m]);
-    }
+    UNROLL for (int h = 0; h < PARTS; h++) prefetch((const char *)(at + 2 * h * LANES) + 4096);
+    add_products<ROWS, PARTS>(sums, (const uint32_t *)at, LANES, pairs + size_t(k) * ROWS);
   }
   UNROLL for (int m = 0; m < ROWS; m++)
     UNROLL for (int h = 0; h < PARTS; h++) store(y + m * stride + h * LANES, sums[m][h]);

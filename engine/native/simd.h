@@ -35,7 +35,8 @@ template <class V> INLINE V load(const void *p) {
 
 template <class V> INLINE void store(void *p, V v) { memcpy(p, &v, sizeof v); }
 
-INLINE Floats all(float x) { return Floats{} + x; }
+// Less 0, which changes no number; plus 0 would make 0 of -0, so compilers keep that addition.
+INLINE Floats all(float x) { return x - Floats{}; }
 
 INLINE Words all(uint32_t x) { return Words{} + x; }
 
@@ -72,43 +73,49 @@ INLINE Words widened(const uint16_t *p) {
 
 INLINE Floats load_bf16(const bf16 *p) { return (Floats)(widened(p) << 16); }
 
-// Two bfloat16 numbers that are multiplied with two others and added up: one of them in each lane (Pairs), against the
-// same one for all lanes (Pair). A CPU without the instruction for it gets them as floats.
+// A pair of bfloat16 numbers of a row, to be multiplied with others and added up. A CPU without the instruction for two
+// products at once gets them as floats, one after the other.
 #ifdef KV_BF16_DOT
 typedef uint32_t Pair;
-typedef Words Pairs;
-
-INLINE Pairs load_pairs(const void *p) { return load<Words>(p); }
 
 INLINE Pair pair_of(const bf16 *two) {
   Pair pair;
   memcpy(&pair, two, 4);
   return pair;
 }
-
-INLINE Floats dot(Floats sum, Pairs w, Pair x) {
-  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)all(x));
-}
 #else
 struct Pair {
   float first, second;
 };
-struct Pairs {
-  Floats first, second;
-};
-
-INLINE Pairs load_pairs(const void *p) {
-  const Words w = load<Words>(p);
-  return {(Floats)(w << 16), (Floats)(w & 0xffff0000u)};
-}
 
 INLINE Pair pair_of(const bf16 *two) { return {to_float(two[0]), to_float(two[1])}; }
-
-INLINE Floats dot(Floats sum, Pairs w, Pair x) {
-  sum += w.first * x.first;
-  return sum + w.second * x.second;
-}
 #endif
+
+// Adds to each sum of each row the products of the row's pair and the pairs of LANES outputs; of each group of LANES they
+// lie `stride` pairs behind those of the group before.
+template <int ROWS, int GROUPS>
+INLINE void add_products(Floats (*sums)[GROUPS], const uint32_t *pairs, size_t stride, const Pair *x) {
+#ifdef KV_BF16_DOT
+  UNROLL for (int g = 0; g < GROUPS; g++) {
+    const Words w = load<Words>(pairs + g * stride);
+    UNROLL for (int m = 0; m < ROWS; m++)
+      sums[m][g] = (Floats)_mm512_dpbf16_ps((__m512)sums[m][g], (__m512bh)w, (__m512bh)all(x[m]));
+  }
+#else
+  // A row's number is spread once for all groups: 12 sums, 2 registers of outputs and 1 of the row are all there are.
+  Floats w[GROUPS];
+  UNROLL for (int g = 0; g < GROUPS; g++) w[g] = (Floats)(load<Words>(pairs + g * stride) << 16);
+  UNROLL for (int m = 0; m < ROWS; m++) {
+    const Floats same = all(x[m].first);
+    UNROLL for (int g = 0; g < GROUPS; g++) sums[m][g] += w[g] * same;
+  }
+  UNROLL for (int g = 0; g < GROUPS; g++) w[g] = (Floats)(load<Words>(pairs + g * stride) & 0xffff0000u);
+  UNROLL for (int m = 0; m < ROWS; m++) {
+    const Floats same = all(x[m].second);
+    UNROLL for (int g = 0; g < GROUPS; g++) sums[m][g] += w[g] * same;
+  }
+#endif
+}
 
 INLINE float sum(Floats v) {
 #ifdef KV_AVX512

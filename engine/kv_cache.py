@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import sys
+import weakref
 from contextlib import suppress
 
 import torch
@@ -48,6 +49,8 @@ class KvCache:
         self.nbytes = num_blocks * self._block_bytes
         _check_physical_memory(self.nbytes)
         self.fd: int | None = _sealable_memfd(self.nbytes) if sys.platform == "linux" else None
+        self._give_fd_back = None if self.fd is None else weakref.finalize(self, os.close, self.fd)
+        """Now, by `close`, or with the pool, if nobody closes it."""
         try:
             memory = mmap.mmap(-1 if self.fd is None else self.fd, self.nbytes)
             if self.fd is not None:
@@ -109,9 +112,9 @@ class KvCache:
             self.host.close()
 
     def _close_fd(self) -> None:
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+        if self._give_fd_back is not None:
+            self._give_fd_back()
+        self.fd = None
 
 
 def _scales(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from descriptors import open_descriptors, opened_since
 
 from engine.errors import ConfigError, InternalError
 from engine.kv_cache import KvCache
@@ -151,23 +152,35 @@ def test_closing_gives_the_descriptor_and_the_memory_back() -> None:
         with open("/proc/self/maps") as maps:
             return sum("kvrelay-kv" in line for line in maps)
 
-    before = mappings(), len(os.listdir("/proc/self/fd"))
+    before, descriptors = mappings(), open_descriptors()
     kv = KvCache(LAYOUT, 5)
-    assert mappings() == before[0] + 1
+    assert mappings() == before + 1
 
     kv.close()
 
-    assert (mappings(), len(os.listdir("/proc/self/fd"))) == before
+    assert mappings() == before
+    assert not opened_since(descriptors)
+
+
+@linux
+def test_a_pool_that_is_dropped_without_being_closed_leaves_no_descriptor() -> None:
+    descriptors = open_descriptors()
+    kv = KvCache(LAYOUT, 5)
+    assert opened_since(descriptors)
+
+    del kv
+
+    assert not opened_since(descriptors)
 
 
 @pytest.mark.parametrize("num_blocks", [2**33, 2**50, 2**62])
 def test_a_pool_larger_than_the_machine_is_refused_naming_the_setting(num_blocks: int) -> None:
-    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    before = open_descriptors() if sys.platform == "linux" else frozenset()
 
     with pytest.raises(ConfigError, match="kv_memory_bytes"):
         KvCache(LAYOUT, num_blocks)
 
-    assert sys.platform != "linux" or len(os.listdir("/proc/self/fd")) == before
+    assert sys.platform != "linux" or not opened_since(before)
 
 
 @linux
@@ -178,13 +191,13 @@ def test_a_system_that_has_no_memory_is_reported_naming_the_setting(
     def refuse(*_: object) -> int:
         raise OSError(12, "Cannot allocate memory")
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     monkeypatch.setattr(os, failing, refuse)
 
     with pytest.raises(ConfigError, match=r"kv_memory_bytes: cannot allocate 3840 bytes.*Cannot allocate memory"):
         KvCache(LAYOUT, 5)
 
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not opened_since(before)
 
 
 def test_memory_is_not_touched_before_it_is_written() -> None:

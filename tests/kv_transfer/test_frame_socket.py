@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterator
 
 import pytest
+from descriptors import open_descriptors, opened_since
 
 from engine.errors import LinkClosed, ProtocolError
 from kv_transfer.frame_socket import FrameSocket
@@ -155,10 +156,6 @@ def test_a_descriptor_comes_with_its_frame(ends: Ends) -> None:
         os.close(fd)
 
 
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_descriptors_that_nobody_asked_for_are_not_kept(ends: Ends) -> None:
     connection, peer = ends
     with open(os.devnull) as file:
@@ -171,7 +168,7 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(ends: Ends) -> None:
 
         with pytest.raises(ProtocolError, match="file descriptor"):
             connection.receive_with_fd()
-        assert open_descriptors() == before
+        assert not opened_since(before)
 
 
 def test_descriptors_are_counted_before_their_frame_is_complete(ends: Ends) -> None:
@@ -185,4 +182,4 @@ def test_descriptors_are_counted_before_their_frame_is_complete(ends: Ends) -> N
 
         with pytest.raises(ProtocolError, match="more than one file descriptor"):
             connection.receive_with_fd()
-        assert open_descriptors() == before
+        assert not opened_since(before)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import kv_wire
 import pytest
+from descriptors import open_descriptors, opened_since
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kv_links import (
@@ -117,12 +118,12 @@ def test_every_stranger_is_counted_and_leaves_no_thread_and_no_descriptor() -> N
     with decode_side(KEYED) as side:
         crowd(side, 1)
         eventually(lambda: counted(side) == 1, "the first stranger was not counted")
-        threads, descriptors = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        threads, descriptors = len(os.listdir("/proc/self/task")), open_descriptors()
         crowd(side, CROWD)
         eventually(lambda: counted(side) == 1 + CROWD, "not every stranger was counted")
         eventually(lambda: side.receiver.stats().links_open == 0, "a connection is open")
         eventually(lambda: len(os.listdir("/proc/self/task")) <= threads, "a thread is left")
-        eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, "a descriptor is left")
+        eventually(lambda: not opened_since(descriptors), "a descriptor is left")
         assert side.receiver.stats().links_accepted == {}
         assert side.listener.events.empty()
 

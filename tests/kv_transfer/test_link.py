@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import kv_wire
 import pytest
+from descriptors import open_descriptors, opened_since
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_links import (
@@ -245,7 +246,7 @@ def test_a_descriptor_that_is_no_memory_file_is_not_mapped(decode: DecodeSide) -
 
 
 def test_links_leave_no_descriptor_behind() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with decode_side() as decode:
         for sealed in (True, False):
             with prefill_side(pool=MemoryPool(sealed=sealed)) as prefill:
@@ -253,7 +254,7 @@ def test_links_leave_no_descriptor_behind() -> None:
                 assert isinstance(prefill.listener.next(), Done)
             decode.table.close("t")
 
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not opened_since(before)
 
 
 def test_the_receiver_cannot_write_through_what_it_was_given() -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from descriptors import open_descriptors, opened_since
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_links import WAIT_S
@@ -94,16 +95,18 @@ def test_nothing_is_exchanged_after_an_abort_from_another_thread(
 def test_groups_leave_no_thread_and_no_descriptor_behind(
     ends: tuple[FrameSocket, FrameSocket], threads: ThreadPoolExecutor
 ) -> None:
-    def once() -> tuple[int, int]:
+    def once() -> int:
         joining = threads.submit(join, ends[0], 0)
         groups = [join(ends[1], 1), joining.result(WAIT_S)]
         with pytest.raises(LinkClosed):
             groups[0].receive([torch.zeros(10, dtype=torch.uint8)], SHORT_S)
         for group in groups:
             group.close()
-        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        return len(os.listdir("/proc/self/task"))
 
-    assert once() == once()
+    threads_left, before = once(), open_descriptors()
+    assert once() == threads_left
+    assert not opened_since(before)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +132,10 @@ def test_a_group_that_does_not_come_about_leaves_no_descriptor_to_the_garbage_co
     gc.collect()
     gc.disable()
     try:
-        before = os.listdir("/proc/self/fd")
+        before = open_descriptors()
         with pytest.raises(LinkClosed, match=reason) as failure:
             join(ends[0], 0, SHORT_S)
-        assert len(os.listdir("/proc/self/fd")) == len(before), failure.value
+        assert not opened_since(before), failure.value
     finally:
         gc.enable()
 

@@ -158,9 +158,9 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that became final with `token_ids`; empty while a character is incomplete."""
-        entry_of, push = self._tokenizer.visible_entry, self._decoder.push
-        entries = ((token_id, entry_of(token_id)) for token_id in token_ids)
-        return "".join([push(token_id, entry) for token_id, entry in entries if entry is not None])
+        entry_of = self._tokenizer.visible_entry
+        entries = [(token_id, entry_of(token_id)) for token_id in token_ids]
+        return self._decoder.push([(token_id, entry) for token_id, entry in entries if entry is not None])
 
     def flush(self) -> str:
         """The rest, once no token will follow."""
@@ -174,8 +174,9 @@ class _ByteLevelDecoder:
         self._bytes_of_entry = bytes_of_entry
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_id: int, entry: str) -> str:
-        return self._utf8.decode(self._bytes_of_entry(entry))
+    def push(self, tokens: Sequence[tuple[int, str]]) -> str:
+        """Of tokens with their entries."""
+        return self._utf8.decode(b"".join([self._bytes_of_entry(entry) for _, entry in tokens]))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -194,7 +195,11 @@ class _WindowDecoder:
         self._before: list[int] = []
         self._new: list[int] = []
 
-    def push(self, token_id: int, entry: str) -> str:
+    def push(self, tokens: Sequence[tuple[int, str]]) -> str:
+        """Of tokens with their entries."""
+        return "".join([self._push(token_id, entry) for token_id, entry in tokens])
+
+    def _push(self, token_id: int, entry: str) -> str:
         self._new.append(token_id)
         return "" if _is_byte(entry) else self.flush()
 

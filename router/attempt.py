@@ -51,7 +51,12 @@ class Attempt:
     async def listen(self) -> None:
         """Wait for something to be said, and note all of it."""
         for lane, message in await self.inbox.take():
-            self._note(lane, message)
+            if lane is self.decode and type(message) is worker_pb2.Output:  # nearly all: one a token
+                self.outputs.append(message)
+            else:
+                self._note(lane, message)
+        if self.outputs:
+            self.decode.tokens_to_compute = 0
 
     def check_decode(self) -> None:
         """Raise `AttemptFailed` if the decode worker is done with a request that is not.
@@ -143,7 +148,6 @@ class Attempt:
                 self.handed_over = message
             case worker_pb2.Output():
                 self.outputs.append(message)
-                lane.tokens_to_compute = 0
             case LaneClosed() if lane is self.decode:
                 self.decode_closed = message
             case LaneClosed():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from kvrelay.v1 import common_pb2, router_pb2, worker_pb2
@@ -47,7 +47,11 @@ class ClientStream:
         self._flushed_at = -math.inf
         self._pause_s = 0.0
         self._pending: list[worker_pb2.Output] = []
-        self._pending_text: list[str] = []
+        self._pending_ids: list[int] = []
+        """Of these, those whose text was not asked for yet."""
+        self._num_texts = 0
+        """Tokens whose text was asked for."""
+        self._pending_text = ""
 
     async def accepted(self) -> None:
         request = self._request
@@ -57,19 +61,26 @@ class ClientStream:
             )
         )
 
-    def accept(self, output: worker_pb2.Output) -> FinishReason | None:
-        """Take the next output token; return why the output is complete, if it is now.
+    def accept(self, outputs: Sequence[worker_pb2.Output]) -> FinishReason | None:
+        """Take the next output tokens up to the one that completes the output; return why it is complete, if it is.
 
-        Raises `ProtocolError`, and changes nothing, if it is not the next one.
+        Raises `ProtocolError` at one that is not the next; those before it are taken.
         """
-        self.log.append(output.index, output.token_id)
-        self._pending.append(output)
-        if output.finish_reason == STOP:
-            return STOP  # a stop token gives no text
-        self._pending_text.append(self._text.push(output.index, output.token_id))
-        if self._text.stopped:
-            return STOP
-        return LENGTH if self.log.full or output.finish_reason == LENGTH else None
+        log, pending, pending_ids, stops = self.log, self._pending, self._pending_ids, self._text.stops
+        for output in outputs:
+            token_id, reason = output.token_id, output.finish_reason
+            log.append(output.index, token_id)
+            pending.append(output)
+            if reason == STOP:
+                return STOP  # a stop token gives no text
+            pending_ids.append(token_id)
+            if stops:
+                self._take_text()
+                if self._text.stopped:
+                    return STOP
+            if reason == LENGTH or log.full:
+                return LENGTH
+        return None
 
     @property
     def pause_s(self) -> float:
@@ -84,14 +95,11 @@ class ClientStream:
         """Send what is pending as one message."""
         if not self._pending:
             return
-        outputs, texts = self._pending, self._pending_text
-        self._pending, self._pending_text = [], []
-        tokens = router_pb2.Tokens(
-            index=outputs[0].index,
-            token_ids=b"".join(output.token_id.to_bytes(4, "little") for output in outputs),
-            text="".join(texts),
-            choice=self._choice,
-        )
+        self._take_text()
+        outputs, text = self._pending, self._pending_text
+        self._pending, self._pending_text = [], ""
+        index = self.log.num_outputs - len(outputs)
+        tokens = router_pb2.Tokens(index=index, token_ids=self.log.outputs_from(index), text=text, choice=self._choice)
         if self._request.params.logprobs is not None:
             tokens.logprobs.extend(output.logprobs for output in outputs)
         await self._emit(router_pb2.GenerateResponse(tokens=tokens))
@@ -100,6 +108,13 @@ class ClientStream:
         fast = len(outputs) > 1 or now - self._flushed_at < self._min_gap_s
         self._pause_s = self._min_gap_s if fast else 0.0
         self._flushed_at = now
+
+    def _take_text(self) -> None:
+        """Of all that has come: much cheaper for many tokens at once."""
+        if self._pending_ids:
+            self._pending_text += self._text.push(self._num_texts, self._pending_ids)
+            self._num_texts += len(self._pending_ids)
+            self._pending_ids.clear()
 
     async def finish(self, reason: FinishReason, cached_tokens: int, route: router_pb2.Route) -> router_pb2.Waterfall:
         """Send the last word, and return the waterfall that went with it."""

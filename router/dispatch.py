@@ -372,16 +372,12 @@ class Dispatcher:
         self, job: _Job, attempt: Attempt, lane: Lane, outputs: Sequence[worker_pb2.Output]
     ) -> FinishReason | None:
         """Take the next tokens up to the one that completes the output."""
-        for output in outputs:
-            if job.stream.log.num_outputs == 0:
-                job.cached_tokens = attempt.cached_tokens(job.request)
-            try:
-                reason = job.stream.accept(output)
-            except ProtocolError as error:
-                raise AttemptFailed(error, lane.worker.worker_id, retryable=True, lost=False) from error
-            if reason is not None:
-                return reason
-        return None
+        if outputs and job.stream.log.num_outputs == 0:
+            job.cached_tokens = attempt.cached_tokens(job.request)
+        try:
+            return job.stream.accept(outputs)
+        except ProtocolError as error:
+            raise AttemptFailed(error, lane.worker.worker_id, retryable=True, lost=False) from error
 
     def _fill(self, job: _Job, attempt: Attempt, message: WorkT) -> WorkT:
         """What both workers get of a request."""

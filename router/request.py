@@ -49,6 +49,7 @@ class TokenLog:
 
     def __init__(self, request: GenerationRequest) -> None:
         self._tokens = bytearray(request.prompt)
+        self._prompt_bytes = len(request.prompt)
         self._limit = request.params.max_tokens
         self.num_outputs = 0
 
@@ -64,6 +65,10 @@ class TokenLog:
             raise ProtocolError(f"output index {index} came where {expected} of {self._limit} was next")
         self._tokens += token_id.to_bytes(TOKEN_BYTES, "little")
         self.num_outputs = expected + 1
+
+    def outputs_from(self, index: int) -> bytes:
+        """Output tokens from `index` on; little-endian u32."""
+        return bytes(self._tokens[self._prompt_bytes + index * TOKEN_BYTES :])
 
     def tokens(self) -> bytes:
         """Prompt, then output so far; little-endian u32."""

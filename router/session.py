@@ -91,8 +91,9 @@ class Lane:
 
     @tokens_to_compute.setter
     def tokens_to_compute(self, value: int) -> None:
-        self._tokens_to_compute = value
-        self._session.changed()
+        if value != self._tokens_to_compute:
+            self._tokens_to_compute = value
+            self._session.changed()
 
     def send(self, message: worker_pb2.SessionRequest) -> None:
         """Queue `message`; dropped if the lane is closed, which the inbox tells."""

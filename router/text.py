@@ -15,7 +15,7 @@ class Detokenizer(Protocol):
 
 
 class TextStream:
-    """Text of one request's output, token by token.
+    """Text of one request's output as its tokens come.
 
     Text that may be the beginning of a stop string is held back until it is known not to be one. The result depends
     on the tokens alone, not on how they were grouped.
@@ -29,16 +29,22 @@ class TextStream:
         self._stopped = False
 
     @property
+    def stops(self) -> bool:
+        """Whether any token may be the last: then each has to be pushed by itself."""
+        return bool(self._stop)
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop string was found. The text is complete then."""
         return self._stopped
 
-    def push(self, index: int, token_id: int) -> str:
-        """Take output token `index`; return the text that became final.
+    def push(self, index: int, token_ids: Sequence[int]) -> str:
+        """Take the output tokens from `index` on; return the text that became final.
 
         Stop strings are looked for only in the text from index `min_tokens` on. Nothing may be pushed once `stopped`.
         """
-        text = self._detokenizer.push((token_id,))
+        assert len(token_ids) == 1 or not self._stop, "of several tokens, nobody could tell which was the last"
+        text = self._detokenizer.push(token_ids)
         if not self._stop or index < self._min_tokens:
             return text
         text = self._held + text

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.block_hash import unpack_tokens
@@ -16,6 +17,12 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has not; that of OpenAI."""
 
 Json = dict[str, Any]
+_NO_TEXT = "\0"
+"""Stands for the text while a chunk is cut in two there: nothing else in it can be this, as ids and names print."""
+
+
+json_text: Callable[[Json | str], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""How streams write JSON."""
 
 
 class Answer:
@@ -31,6 +38,8 @@ class Answer:
         self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if self._chat else {})
         self._offsets: dict[int, int] = {}
         """Of a stream of completions with logprobs: characters so far, by index."""
+        self._pieces: dict[int, tuple[str, str]] = {}
+        """Of a stream without logprobs, by index: what stands before and behind the text of each chunk."""
 
     def whole(self, generations: Sequence[Generation]) -> Json:
         """One generation a prompt, in order."""
@@ -46,16 +55,24 @@ class Answer:
             return None
         return self._chunk(prompt, choice, {"delta": {"role": "assistant", "content": ""}}, None)
 
-    def piece(self, prompt: int, tokens: router_pb2.Tokens) -> Json | None:
-        """The chunk of new tokens; None if they bring neither text nor logprobs."""
-        if not tokens.text and not self._call.logprobs:
-            return None
-        logprobs = None
+    def piece(self, prompt: int, tokens: router_pb2.Tokens) -> str | None:
+        """The chunk of new tokens, as `json_text`; None if they bring neither text nor logprobs.
+
+        A stream has hundreds of them that differ in their text alone: only that is made into JSON each time.
+        """
+        text, index = tokens.text, prompt * self._call.n + tokens.choice
         if self._call.logprobs:
             entries = [TokenLogprobs.from_proto(entry) for entry in tokens.logprobs]
-            index = prompt * self._call.n + tokens.choice
             logprobs = self._logprobs(index, unpack_tokens(tokens.token_ids), entries)
-        return self._chunk(prompt, tokens.choice, self._text(tokens.text), None, logprobs)
+            return json_text(self._chunk(prompt, tokens.choice, self._text(text), None, logprobs))
+        if not text:
+            return None
+        if index not in self._pieces:
+            chunk = json_text(self._chunk(prompt, tokens.choice, self._text(_NO_TEXT), None))
+            before, _, behind = chunk.partition(json_text(_NO_TEXT))
+            self._pieces[index] = before, behind
+        before, behind = self._pieces[index]
+        return f"{before}{json_text(text)}{behind}"
 
     def closing(self, prompt: int, finished: router_pb2.Finished) -> Json:
         """The last chunk of a choice, with the text that was held back."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any
 
 from aiohttp import web
 
 from engine.errors import RequestCancelled
+from router.http.shapes import Json, json_text
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {
@@ -35,9 +34,10 @@ class EventStream:
     def begun(self) -> bool:
         return self.response.prepared
 
-    async def send(self, *chunks: dict[str, Any] | None) -> None:
-        """Those that are something, as one write."""
-        data = "".join(f"data: {_json(chunk)}\n\n" for chunk in chunks if chunk is not None)
+    async def send(self, *chunks: Json | str | None) -> None:
+        """Those that are something, as one write. A text is JSON already."""
+        texts = [chunk if isinstance(chunk, str) else json_text(chunk) for chunk in chunks if chunk is not None]
+        data = "".join([f"data: {text}\n\n" for text in texts])
         if data:
             await self._write(data.encode())
 
@@ -45,9 +45,9 @@ class EventStream:
         """The answer is complete."""
         await self._end(DONE)
 
-    async def fail(self, body: dict[str, Any]) -> None:
+    async def fail(self, body: Json) -> None:
         """The answer ends here, incomplete: an error event, and no `[DONE]`."""
-        await self._end(f"event: error\ndata: {_json(body)}\n\n".encode())
+        await self._end(f"event: error\ndata: {json_text(body)}\n\n".encode())
 
     async def _end(self, data: bytes) -> None:
         """The request is over, and its deadline with it: a client that does not read is not waited for."""
@@ -70,7 +70,3 @@ class EventStream:
             await self.response.write(data)
         except ConnectionResetError:  # between two writes; where it waits, the handler is cancelled
             raise RequestCancelled("the client went away") from None
-
-
-def _json(value: dict[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

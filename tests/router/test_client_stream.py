@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from engine.block_hash import pack_tokens
+from engine.errors import ProtocolError
 from engine.sampling_params import SamplingParams
 from kvrelay._wire import sampling_to_proto
 from kvrelay.v1 import router_pb2, worker_pb2
-from router.client_stream import ClientStream
+from router.client_stream import STOP, ClientStream
 from router.request import GenerationRequest
 from router.waterfall import WaterfallRecorder
 
@@ -41,7 +45,7 @@ class Client:
         """`count` tokens as one message; returns the pause that is to follow."""
         self.now = now
         for _ in range(count):
-            self.stream.accept(worker_pb2.Output(index=self.stream.log.num_outputs, token_id=97))
+            self.stream.accept([worker_pb2.Output(index=self.stream.log.num_outputs, token_id=97)])
         await self.stream.flush()
         return self.stream.pause_s
 
@@ -70,3 +74,32 @@ async def test_an_output_that_becomes_slow_stops_gathering() -> None:
     await client.send(1.0)
     assert await client.send(1.001) == GAP_S
     assert await client.send(1.001 + GAP_S) == 0.0
+
+
+async def test_tokens_behind_the_one_that_completes_the_output_are_not_taken() -> None:
+    client = Client()
+    outputs = [worker_pb2.Output(index=index, token_id=97 + index) for index in range(4)]
+    outputs[2].finish_reason = STOP
+
+    reason = client.stream.accept(outputs)
+    await client.stream.flush()
+
+    assert (reason, client.stream.log.num_outputs) == (STOP, 3)
+    assert client.messages[0].tokens == router_pb2.Tokens(text="ab", token_ids=pack_tokens([97, 98, 99]))
+
+
+async def test_tokens_before_one_out_of_order_are_the_clients() -> None:
+    client = Client()
+    with pytest.raises(ProtocolError, match="output index 3 came where 2"):
+        client.stream.accept([worker_pb2.Output(index=index, token_id=97 + index) for index in (0, 1, 3)])
+    await client.stream.flush()
+
+    assert [message.tokens.text for message in client.messages] == ["ab"]
+
+
+async def test_a_message_begins_at_the_index_behind_the_one_before() -> None:
+    client = Client()
+    await client.send(1.0, count=3)
+    await client.send(2.0, count=2)
+
+    assert [(m.tokens.index, len(m.tokens.token_ids)) for m in client.messages] == [(0, 12), (3, 8)]

@@ -148,3 +148,14 @@ async def test_tokens_in_flight_are_those_of_the_lanes() -> None:
         lane.tokens_to_compute = 12
         assert harness.session.in_flight_tokens == 12
     assert harness.session.in_flight_tokens == 0
+
+
+async def test_a_snapshot_stays_until_something_that_it_tells_has_changed() -> None:
+    harness = Harness()
+    with harness.session.open("r", harness.inbox) as lane:
+        lane.tokens_to_compute = 5
+        before = harness.session.snapshot()
+        lane.tokens_to_compute = 5
+        assert harness.session.snapshot() is before
+        lane.tokens_to_compute = 0
+        assert harness.session.snapshot().in_flight_tokens == 0

@@ -28,7 +28,7 @@ def run(pieces: Sequence[str], stop: Sequence[str] = (), min_tokens: int = 0) ->
     stream = TextStream(Pieces(pieces), stop, min_tokens)
     texts: list[str] = []
     for index in range(len(pieces)):
-        texts.append(stream.push(index, index))
+        texts.append(stream.push(index, (index,)))
         if stream.stopped:
             return texts, stream.finish(), index
     return texts, stream.finish(), None
@@ -92,12 +92,22 @@ def tokenizer(model: ServedModel) -> Tokenizer:
 
 def test_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer) -> None:
     stream = TextStream(IncrementalDetokenizer(tokenizer), (), 0)
-    pieces = [stream.push(index, byte) for index, byte in enumerate("aé€".encode())]
+    pieces = [stream.push(index, (byte,)) for index, byte in enumerate("aé€".encode())]
     assert pieces == ["a", "", "é", "", "", "€"]
     assert stream.finish() == ""
 
 
 def test_half_a_character_at_the_end_becomes_a_replacement(tokenizer: Tokenizer) -> None:
     stream = TextStream(IncrementalDetokenizer(tokenizer), ("zz",), 0)
-    assert stream.push(0, "€".encode()[0]) == ""
+    assert stream.push(0, "€".encode()[:1]) == ""
     assert stream.finish() == "\ufffd"
+
+
+def test_the_text_is_the_same_however_tokens_were_grouped(tokenizer: Tokenizer) -> None:
+    token_ids, rng = "aé€b\U0001f600".encode() + b"\xff\xfe", random.Random(1)
+    singly = TextStream(IncrementalDetokenizer(tokenizer), (), 0)
+    text = "".join([singly.push(index, (byte,)) for index, byte in enumerate(token_ids)]) + singly.finish()
+    for _ in range(20):
+        cut = rng.randrange(len(token_ids))
+        grouped = TextStream(IncrementalDetokenizer(tokenizer), (), 0)
+        assert grouped.push(0, token_ids[:cut]) + grouped.push(cut, token_ids[cut:]) + grouped.finish() == text

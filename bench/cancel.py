@@ -40,6 +40,7 @@ from kvrelay import AsyncClient
 from kvrelay.types import ClusterStatus
 from worker.engine_builder import build_engine
 
+ROLES = ("decode", "prefill")
 WAYS = ("id", "call", "channel", "http", "deadline")
 BOUND_S = 120.0
 SETTLE_S = 20.0
@@ -217,8 +218,8 @@ async def settle(system: System) -> ClusterStatus:
 
 def survivors(system: System, status: ClusterStatus) -> int:
     """At the router, at workers as they report it, and by their last words: a request counts up to three times."""
-    at_workers = sum(worker.running + worker.waiting for worker in status.workers)
-    return status.live_requests + at_workers + system.log.num_live
+    theres = sum(worker.running + worker.waiting for worker in status.workers)
+    return status.live_requests + theres + system.log.num_live
 
 
 def leaked_blocks(status: ClusterStatus) -> int:
@@ -308,8 +309,13 @@ def summarize(storm: Storm, log: RequestLog, report: Report) -> None:
         _note(report, stage.name.lower(), [freed[one.request_id] for one in held if one.stage is stage])
     for way in WAYS:
         _note(report, f"by {way}", [freed[one.request_id] for one in held if one.way == way])
+    for role in ROLES:
+        _note_worker(report, role, [(one.at, log.of(one.request_id)) for one in held])
     slowest = sorted(held, key=lambda one: -freed[one.request_id])[:5]
-    described = ", ".join(f"{freed[one.request_id]:.0f} ms ({one.stage.name.lower()}, {one.way})" for one in slowest)
+    described = ", ".join(
+        f"{freed[one.request_id]:.0f} ms ({one.stage.name.lower()}, {one.way}, {log.of(one.request_id).last_role} last)"
+        for one in slowest
+    )
     report.notes.append(f"slowest: {described}")
     ended = ", ".join(f"{count} {how}" for how, count in storm.not_cancelled.most_common()) or "none"
     report.notes.append(
@@ -320,6 +326,17 @@ def summarize(storm: Storm, log: RequestLog, report: Report) -> None:
 def _note(report: Report, what: str, times: Sequence[float]) -> None:
     if times:
         report.notes.append(f"{what}: {len(times)} cancelled, free after {median_spread(times)} ms")
+
+
+def _note_worker(report: Report, role: str, cancelled: Sequence[tuple[float, Seen]]) -> None:
+    """How long its word took to a worker, and how long that took then: the rest of the step that it was in."""
+    told = [(at, seen.told_at[role], seen.freed_at[role]) for at, seen in cancelled if seen.heard_last(role)]
+    if told:
+        to_worker = [(told_at - at) * 1000 for at, told_at, _ in told]
+        there = [(freed_at - told_at) * 1000 for _, told_at, freed_at in told]
+        report.notes.append(
+            f"{role} worker: {len(told)} told after {median_spread(to_worker)}, free {median_spread(there)} ms later"
+        )
 
 
 async def serve(folder: Path, workers: Sequence[str], stack: ExitStack, log: IO[str]) -> Mapping[str, str]:
@@ -335,11 +352,11 @@ async def storm_over(folder: Path, load: Load, report: Report, oracle: Mapping[P
         with ExitStack() as stack:
             log = stack.enter_context(tempfile.TemporaryFile("w+"))
             flags = ["--model", str(folder), "--dtype", load.dtype, "--native-cache", str(native_dir())]
-            workers = [spawn(stack, log, f"{role}_worker", flags) for role in ("decode", "prefill")]
+            workers = {role: spawn(stack, log, f"{role}_worker", flags) for role in ROLES}
             addresses = []
-            for worker in workers:
+            for role, worker in workers.items():
                 ready = await asyncio.to_thread(ready_line, worker, log)
-                tap = SessionTap(ready["address"], requests)
+                tap = SessionTap(ready["address"], role, requests)
                 taps.push_async_callback(tap.stop)
                 addresses.append(await tap.start())
             router = await serve(folder, addresses, stack, log)

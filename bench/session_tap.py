@@ -37,7 +37,20 @@ class Seen:
         """When a worker said so last; 0 if none ever did."""
         self.token_at = 0.0
         """When its last token of a decode worker passed."""
+        self.told_at: dict[str, float] = {}
+        """When each worker that held it was told to end it, by role."""
+        self.freed_at: dict[str, float] = {}
+        """When each worker said that it ended."""
         self._moved = asyncio.Event()
+
+    @property
+    def last_role(self) -> str:
+        """Of the worker that had it longest; empty if none said that it ended."""
+        return max(self.freed_at, key=self.freed_at.__getitem__, default="")
+
+    def heard_last(self, role: str) -> bool:
+        """Whether this worker was told to end it, and did then."""
+        return role in self.told_at and self.freed_at.get(role, 0.0) >= self.told_at[role]
 
     def move(self, stage: Stage) -> None:
         if stage > self.stage:
@@ -65,7 +78,7 @@ class RequestLog:
     def num_live(self) -> int:
         return sum(seen.num_live for seen in self._seen.values())
 
-    def asked(self, message: worker_pb2.SessionRequest) -> None:
+    def asked(self, role: str, message: worker_pb2.SessionRequest) -> None:
         kind = message.WhichOneof("message")
         if kind == "reserve":
             seen = self._of_attempt(message.reserve.request_id)
@@ -75,8 +88,10 @@ class RequestLog:
             seen = self._of_attempt(message.prefill.request_id)
             seen.num_live += 1
             seen.move(Stage.PREFILL)
+        elif kind == "cancel":
+            self._of_attempt(message.cancel.request_id).told_at[role] = time.perf_counter()
 
-    def answered(self, message: worker_pb2.SessionResponse) -> None:
+    def answered(self, role: str, message: worker_pb2.SessionResponse) -> None:
         kind = message.WhichOneof("message")
         if kind == "prefilled":
             self._of_attempt(message.prefilled.request_id).move(Stage.TRANSFER)
@@ -95,7 +110,7 @@ class RequestLog:
         elif kind == "ended":
             seen = self._of_attempt(message.ended.request_id)
             seen.num_live -= 1
-            seen.ended_at = time.perf_counter()
+            seen.ended_at = seen.freed_at[role] = time.perf_counter()
 
     def _of_attempt(self, wire_id: str) -> Seen:
         """Routers number attempts: REQUEST.NUMBER."""
@@ -105,7 +120,8 @@ class RequestLog:
 class SessionTap(worker_pb2_grpc.WorkerServicer):
     """Takes a router's session for one worker."""
 
-    def __init__(self, worker_address: str, log: RequestLog) -> None:
+    def __init__(self, worker_address: str, role: str, log: RequestLog) -> None:
+        self._role = role
         self._log = log
         self._channel = grpc.aio.insecure_channel(worker_address)
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
@@ -128,7 +144,7 @@ class SessionTap(worker_pb2_grpc.WorkerServicer):
 
         async def pass_on() -> None:
             async for message in request_iterator:
-                self._log.asked(message)
+                self._log.asked(self._role, message)
                 await call.write(message)
             await call.done_writing()
 
@@ -136,7 +152,7 @@ class SessionTap(worker_pb2_grpc.WorkerServicer):
         try:
             while (answer := await call.read()) is not grpc.aio.EOF:
                 message = cast(worker_pb2.SessionResponse, answer)
-                self._log.answered(message)
+                self._log.answered(self._role, message)
                 await context.write(message)
         finally:
             call.cancel()

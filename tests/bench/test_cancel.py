@@ -21,4 +21,5 @@ def test_nothing_is_left_of_requests_cancelled_at_random(tmp_path: Path) -> None
     assert figures["cancel_to_free_ms_p99"] > 0
     assert figures["chunk_ms"] > 0
     assert figures["step_ms_p99"] > 0
+    assert any(note.startswith("decode worker: ") for note in report.notes)
     assert (figures["leaked_blocks"], figures["survivors"], figures["control_wrong"]) == (0, 0, 0)

@@ -27,6 +27,8 @@ class GrantedBlocks:
     """A DECODE request got its blocks in this step; `missing` are those whose KV a link has to bring."""
 
     request: Request
+    cached_tokens: int
+    """Leading tokens whose KV was resident."""
     missing: tuple[MissingBlock, ...]
 
 

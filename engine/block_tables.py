@@ -136,7 +136,7 @@ class BlockTables:
         parent has given blocks back that the child needs.
         """
         released = parent.num_released_blocks
-        if released > self._num_outside_window(num_tokens):
+        if released > self._config.blocks_outside_window(num_tokens):
             return False
         num_full = num_tokens // self._config.block_size
         child.block_table = parent.block_table[: self._config.blocks_for(num_tokens)]
@@ -175,11 +175,17 @@ class BlockTables:
         request.block_table += self._blocks.allocate(count)
         return True
 
+    def lacks_context(self, request: Request) -> bool:
+        """Whether the next token looks back on blocks that never came."""
+        return request.num_released_blocks > self._config.blocks_outside_window(request.num_computed_tokens)
+
     def room(self, request: Request) -> int:
         """Tokens that can be computed in the blocks that the request has; 0 if the next one goes into a shared one."""
-        if not self._may_write_next(request):
+        size, table = self._config.block_size, request.block_table
+        i = request.num_computed_tokens // size
+        if i < len(table) and not self._blocks.is_writable(table[i]):
             return 0
-        return len(request.block_table) * self._config.block_size - request.num_computed_tokens
+        return len(table) * size - request.num_computed_tokens
 
     def publish(self, request: Request) -> None:
         """Register the blocks that are full of computed KV, so that other requests find them, and give back those
@@ -197,13 +203,18 @@ class BlockTables:
     def open_transfer(self, request: Request, adoption: Adoption) -> tuple[MissingBlock, ...]:
         """Lease every block of the reservation that is not resident, and say what belongs into each.
 
-        Leases nothing and returns nothing if the transfer was given up before it began: the KV is missing all the
-        same.
+        But blocks outside the sliding window are given back instead: they do not come. Leases nothing and returns
+        nothing if the transfer was given up before it began: the KV is missing all the same.
         """
-        ordinals = range(request.num_published_blocks, self._config.blocks_for(adoption.num_tokens))
+        outside = 0 if adoption.given_up else self._config.blocks_outside_window(adoption.num_tokens - 1)
+        first = max(request.num_published_blocks, outside)
+        ordinals = range(first, self._config.blocks_for(adoption.num_tokens))
         adoption.expect(ordinals)
         if adoption.given_up:
             return ()
+        if outside > request.num_published_blocks:
+            self._release_to(request, first)
+            request.num_published_blocks, request.num_computed_tokens = first, first * self._config.block_size
         hashes = self._reservation_hashes(request, adoption.num_tokens)
         slots = request.block_table
         self._blocks.lease([slots[i] for i in ordinals])
@@ -284,11 +295,9 @@ class BlockTables:
         self._blocks.check_integrity()
         if self._host is not None:
             self._host.check_integrity({r.request_id for r in requests if r.status is RequestStatus.WAITING})
-        holders: Counter[int] = Counter()
-        leased = 0
+        holders, leased = Counter[int](), 0
         for request in requests:
-            blocks = self._check_table(request)
-            holders.update(blocks)
+            holders.update(self._check_table(request))
             if request.adoption is not None and not request.adoption.given_up:
                 leased += len(request.adoption.missing)
         self._check_shared_blocks(requests)
@@ -303,8 +312,8 @@ class BlockTables:
         """Returns its blocks."""
         released, published = request.num_released_blocks, request.num_published_blocks
         blocks = request.block_table[released:]
-        assert request.block_table[:released] == [NO_BLOCK] * released, f"{request.request_id} lacks a block"
-        assert NO_BLOCK not in blocks, f"{request.request_id} lacks a block"
+        released_are_gone = request.block_table[:released] == [NO_BLOCK] * released and NO_BLOCK not in blocks
+        assert released_are_gone, f"{request.request_id} lacks a block"
         assert len(set(blocks)) == len(blocks), f"{request.request_id} has a block twice"
         if self._config.sliding_window is None:
             assert released == 0
@@ -345,27 +354,19 @@ class BlockTables:
                 request.block_table[i] = first
             request.num_published_blocks = i + 1
 
-    def _may_write_next(self, request: Request) -> bool:
-        """Whether the next token's KV goes into a block that nobody else reads, or into one yet to be allocated."""
-        i = request.num_computed_tokens // self._config.block_size
-        return i >= len(request.block_table) or self._blocks.is_writable(request.block_table[i])
-
-    def _num_outside_window(self, num_tokens: int) -> int:
-        """Leading blocks that no token from position `num_tokens` on looks back on."""
-        window = self._config.sliding_window
-        if window is None:
-            return 0
-        return max(0, num_tokens + 1 - window) // self._config.block_size
-
     def _leave_window(self, request: Request) -> None:
         """Give back what no later token of the request looks at; with prefix caching others may still find it."""
         if request.kind is RequestKind.PREFILL and not request.transfer_over:
             return  # a link is still to read them
-        begin, end = request.num_released_blocks, self._num_outside_window(request.num_computed_tokens)
-        if end > begin:
-            self._blocks.release(request.block_table[begin:end])
-            request.block_table[begin:end] = [NO_BLOCK] * (end - begin)
-            request.num_released_blocks = end
+        end = self._config.blocks_outside_window(request.num_computed_tokens)
+        if end > request.num_released_blocks:
+            self._release_to(request, end)
+
+    def _release_to(self, request: Request, end: int) -> None:
+        begin = request.num_released_blocks
+        self._blocks.release(request.block_table[begin:end])
+        request.block_table[begin:end] = [NO_BLOCK] * (end - begin)
+        request.num_released_blocks = end
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Never the block of the last token: its logits are wanted, and a block that others share is not written."""

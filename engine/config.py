@@ -135,6 +135,12 @@ class CacheConfig:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def blocks_outside_window(self, num_tokens: int) -> int:
+        """Leading blocks that no token from position `num_tokens` on looks back on."""
+        if self.sliding_window is None:
+            return 0
+        return max(0, num_tokens + 1 - self.sliding_window) // self.block_size
+
 
 PREEMPTIONS = ("recompute", "swap")
 KERNELS = ("auto", "native", "reference")

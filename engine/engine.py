@@ -299,9 +299,8 @@ class Engine:
         for grant in grants:
             request = grant.request
             granted, since = self._reserving.pop(request.request_id)
-            # Nothing was adopted yet, so what counts as computed is the cached prefix.
-            cached, waited = request.num_computed_tokens, self._clock() - since
-            granted(Reservation(request.request_id, cached, grant.missing, waited))
+            waited = self._clock() - since
+            granted(Reservation(request.request_id, grant.cached_tokens, grant.missing, waited))
 
     def _sample_row(self, request: Request) -> SampleRow:
         banned = request.banned_token_ids(self._config.eos_token_ids)

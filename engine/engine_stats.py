@@ -9,6 +9,20 @@ from engine.host_tier import HostStats
 
 
 @dataclass(frozen=True, slots=True)
+class QueueStats:
+    running: int
+    waiting: int
+    awaiting_kv: int
+    held: int
+    waiting_tokens: int
+    """To be computed here before all that wait or run can decode."""
+    preemptions: int
+    """Since the start."""
+    swaps: int
+    """Preemptions that kept the KV in host memory, since the start."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     blocks: BlockStats
     running: int

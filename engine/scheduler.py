@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from engine.adoption import Adoption
 from engine.batch import GrantedBlocks, ScheduledBatch, ScheduledSequence
@@ -14,6 +13,7 @@ from engine.block_names import BlockNames
 from engine.block_tables import BlockTables
 from engine.config import CacheConfig, SchedulerConfig
 from engine.decision import Admission, SchedulerState, decide
+from engine.engine_stats import QueueStats
 from engine.errors import EngineError, InternalError, QueueFull, RequestError
 from engine.fair_share import TenantShares, WaitingRequests
 from engine.growth import GrowthPolicy, LearntGrowth
@@ -23,20 +23,6 @@ from engine.request import Request, RequestKind, RequestStatus
 _TOKENS_PER_STEP = 64.0
 """Assumed until it is measured; between that of a small CPU and that of a large GPU."""
 _QUEUED = (RequestStatus.WAITING, RequestStatus.RUNNING)
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStats:
-    running: int
-    waiting: int
-    awaiting_kv: int
-    held: int
-    waiting_tokens: int
-    """To be computed here before all that wait or run can decode."""
-    preemptions: int
-    """Since the start."""
-    swaps: int
-    """Preemptions that kept the KV in host memory, since the start."""
 
 
 class Scheduler:
@@ -300,14 +286,18 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Free the blocks; its tokens stay. Its KV is copied to host memory, if so set and there is room, or computed
         again later, from whatever is cached still."""
-        del self._running[request.request_id]
-        request.transition(RequestStatus.WAITING)
         if self._config.preemption == "swap" and self._tables.park(request):
             self._num_swaps += 1
-        self._tables.free(request)
-        request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._num_preemptions += 1
+        self._start_over(request)
+
+    def _start_over(self, request: Request) -> None:
+        """From RUNNING back to the queue, without blocks."""
+        del self._running[request.request_id]
+        request.transition(RequestStatus.WAITING)
+        self._tables.free(request)
+        request.num_computed_tokens = 0
         self._waiting.add(request)
 
     def _begin(self, admission: Admission, now: float) -> GrantedBlocks | None:
@@ -323,7 +313,8 @@ class Scheduler:
             return None
         request.transition(RequestStatus.AWAITING_KV)
         self._awaiting_kv[request.request_id] = request
-        granted = GrantedBlocks(request, self._tables.open_transfer(request, adoption))
+        cached = request.num_computed_tokens
+        granted = GrantedBlocks(request, cached, self._tables.open_transfer(request, adoption))
         self._settle(request, adoption)
         return granted
 
@@ -343,6 +334,9 @@ class Scheduler:
             request.adoption = None
             del self._awaiting_kv[request.request_id]
             self._run(request)
+            if self._tables.lacks_context(request):
+                request.num_recomputed_tokens = adoption.num_tokens
+                self._start_over(request)
         self._blocked = False
 
     def _run(self, request: Request) -> None:

@@ -139,6 +139,8 @@ class Tables(RuleBasedStateMachine):
         self.model.tables.publish(request)
         if adoption.given_up or not adoption.missing:
             request.adoption = None
+            if self.model.tables.lacks_context(request):
+                self.model.free(request)  # to start over
 
     # They go, and links let go later.
 

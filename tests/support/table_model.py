@@ -101,7 +101,8 @@ class TableModel:
         window = self.config.sliding_window or self.config.num_blocks * size
         for request in self.holding:
             given_back = request.num_released_blocks * size
-            assert given_back <= max(0, request.num_computed_tokens + 1 - window), "the next token looks further back"
+            follows = request.num_computed_tokens if request.adoption is None else request.adoption.num_tokens - 1
+            assert given_back <= max(0, follows + 1 - window), "the next token looks further back"
             for position in range(given_back, request.num_computed_tokens):
                 block, offset = divmod(position, size)
                 found = self.memory[request.block_table[block]][offset]

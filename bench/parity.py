@@ -43,7 +43,15 @@ DATA = REPOSITORY / "tests" / "data"
 MARGIN = 0.5
 LOGPROB_TOLERANCE = 0.35
 OUTPUT_TOKENS = 48
-SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
+SAMPLED = {
+    "temperature": 0.8,
+    "top_p": 0.95,
+    "top_k": 50,
+    "min_p": 0.01,
+    "repetition_penalty": 1.05,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+}
 IN_FLIGHT = 16
 """Requests at once: results must not depend on it, and float32 products take 8 rows for the price of one."""
 GOALS = (

@@ -303,8 +303,11 @@ class Engine:
             granted(Reservation(request.request_id, grant.cached_tokens, grant.missing, waited))
 
     def _sample_row(self, request: Request) -> SampleRow:
+        params, tokens, num_prompt = request.params, request.token_ids, request.num_prompt_tokens
         banned = request.banned_token_ids(self._config.eos_token_ids)
-        return SampleRow(request.params, len(request.token_ids), banned)
+        if not params.penalizes:
+            return SampleRow(params, len(tokens), banned)
+        return SampleRow(params, len(tokens), banned, tokens[:num_prompt], tokens[num_prompt:])
 
     def _apply(
         self, batch: ScheduledBatch, drawn: Mapping[str, SampledToken | InternalError], began: float

@@ -26,11 +26,22 @@ class SampleRow:
     """Of the token to be drawn, in prompt plus output; the counter of the random stream."""
     banned_token_ids: tuple[int, ...] = ()
     """Never drawn, whatever their logits; ids outside the vocabulary are ignored."""
+    prompt: Sequence[int] = ()
+    """Token ids for the penalties; not needed without. All are in the vocabulary."""
+    output: Sequence[int] = ()
+    """The same, of the tokens drawn so far."""
+
+    @property
+    def takes_the_best(self) -> bool:
+        """Whether the token is that of the largest logit, and nothing else matters."""
+        params = self.params
+        return params.greedy and not (params.penalizes or params.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own distribution: before temperature, truncation and bans."""
+    """Natural logarithms of the model's own distribution: before temperature, truncation, bans,
+    biases and penalties."""
 
     logprob: float
     """Of the sampled token."""
@@ -74,7 +85,7 @@ def _sample_row(logits: npt.NDArray[np.float32], row: SampleRow, best_id: int) -
     if not np.isfinite(logits[best_id]):  # a NaN anywhere is the row's argmax
         return InternalError(f"position {row.position}: the largest logit is {logits[best_id]}")
     token_id = best_id
-    if not row.params.greedy or best_id in row.banned_token_ids:
+    if not row.takes_the_best or best_id in row.banned_token_ids:
         drawn = _draw(logits, row)
         if isinstance(drawn, InternalError):
             return drawn
@@ -85,10 +96,7 @@ def _sample_row(logits: npt.NDArray[np.float32], row: SampleRow, best_id: int) -
 
 
 def _draw(logits: npt.NDArray[np.float32], row: SampleRow) -> int | InternalError:
-    banned = [token_id for token_id in row.banned_token_ids if 0 <= token_id < len(logits)]
-    if banned:
-        logits = logits.copy()
-        logits[banned] = -np.inf
+    logits = _adjusted(logits, row)
     best = int(logits.argmax())
     if logits[best] == -np.inf:
         return InternalError(f"position {row.position}: every token is banned or impossible")
@@ -103,15 +111,35 @@ def _draw(logits: npt.NDArray[np.float32], row: SampleRow) -> int | InternalErro
     return drawn if ids is None else int(ids[drawn])
 
 
+def _adjusted(logits: npt.NDArray[np.float32], row: SampleRow) -> npt.NDArray[np.float32]:
+    """With bans, biases and penalties, in this order; the row itself if there are none."""
+    params, size = row.params, len(logits)
+    banned = [token_id for token_id in row.banned_token_ids if 0 <= token_id < size]
+    if not (banned or params.logit_bias or params.penalizes):
+        return logits
+    logits = logits.copy()
+    logits[banned] = -np.inf
+    if biases := {token_id: bias for token_id, bias in params.logit_bias if token_id < size}:
+        logits[list(biases)] += np.array(list(biases.values()), np.float32)
+    if params.repetition_penalty != 1.0:
+        seen = np.unique(np.array([*row.prompt, *row.output], np.int64))
+        penalty, values = np.float32(params.repetition_penalty), logits[seen]
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if row.output and (params.presence_penalty or params.frequency_penalty):
+        drawn, counts = np.unique(np.array(row.output, np.int64), return_counts=True)
+        logits[drawn] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+    return logits
+
+
 def _candidates(
     logits: npt.NDArray[np.float32], params: SamplingParams
 ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float64]]:
     """Tokens that may be drawn, with their unnormalised probabilities; None for the ids stands for all, in order."""
     if 0 < params.top_k < len(logits):
         ids = _most_likely(logits, params.top_k)[: params.top_k]
-        weights = _weights(logits[ids], logits[ids[0]], params.temperature)
+        weights = _weights(logits[ids], logits[ids[0]], params)
         return _nucleus(ids, weights, params.top_p * float(weights.sum()))
-    weights = _weights(logits, logits.max(), params.temperature)
+    weights = _weights(logits, logits.max(), params)
     if params.top_p == 1.0:
         return None, weights
     wanted = params.top_p * float(weights.sum())
@@ -123,11 +151,15 @@ def _candidates(
         head = min(8 * head, len(logits))
 
 
-def _weights(logits: npt.NDArray[np.float32], peak: np.float32, temperature: float) -> npt.NDArray[np.float64]:
+def _weights(logits: npt.NDArray[np.float32], peak: np.float32, params: SamplingParams) -> npt.NDArray[np.float64]:
+    """Relative to that of the peak, which is the most likely token; 0 for those that `min_p` leaves out."""
     scaled = np.subtract(logits, peak, dtype=np.float64)
     with np.errstate(over="ignore"):  # a tiny temperature sends all but the peak to -inf, which is its meaning
-        scaled /= temperature
-    return np.exp(scaled, out=scaled)
+        scaled /= params.temperature
+    weights = np.exp(scaled, out=scaled)
+    if params.min_p > 0.0:
+        weights[weights < params.min_p] = 0.0
+    return weights
 
 
 def _most_likely(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:

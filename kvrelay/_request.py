@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 from engine.block_hash import pack_tokens, unpack_tokens
 from engine.errors import ConfigError, RequestError
 from engine.priority import check_priority
-from engine.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from engine.sampling_params import MAX_BIASED_TOKENS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from kvrelay import _wire
 from kvrelay.types import Messages
 from kvrelay.v1 import router_pb2
@@ -26,7 +26,7 @@ MAX_TIMEOUT_S = 24 * 3600.0
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of `SamplingParams` as keyword arguments; a single stop string may stand alone."""
+    """The fields of `SamplingParams` as keyword arguments; a single stop string may stand alone, biases be a dict."""
 
     temperature: float
     top_k: int
@@ -38,6 +38,11 @@ class SamplingOptions(TypedDict, total=False):
     max_tokens: int
     logprobs: int | None
     ignore_eos: bool
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -73,7 +78,7 @@ class GenerateCall:
 
 
 _INTEGERS = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs")
-_NUMBERS = ("temperature", "top_p")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _MAY_BE_NONE = ("seed", "logprobs")
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 _OTHER_OPTIONS = frozenset(GenerateOptions.__annotations__) - _SAMPLING_FIELDS
@@ -203,7 +208,26 @@ def _sampling_value(name: str, value: Any) -> Any:
         return _stop_strings(value)
     if name == "stop_token_ids":
         return check_token_ids(name, value, MAX_STOP_TOKEN_IDS)
+    if name == "logit_bias":
+        return _biases(value)
     return value
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """By token id. Of more than may be given none is looked at."""
+    if isinstance(value, (Mapping, Sequence)) and len(value) > MAX_BIASED_TOKENS:
+        raise RequestError("logit_bias", f"at most {MAX_BIASED_TOKENS} tokens, got {len(value)}")
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not all(_is_bias(pair) for pair in pairs):
+        raise RequestError("logit_bias", f"must give a number for each token id, got {reprlib.repr(value)}")
+    return tuple(sorted((int(token_id), float(bias)) for token_id, bias in pairs))
+
+
+def _is_bias(pair: Any) -> bool:
+    match pair:
+        case (token_id, bias):
+            return isinstance(token_id, Integral) and not isinstance(token_id, bool) and _is_number(bias)
+    return False
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:

@@ -28,6 +28,10 @@ _OPTIONAL_SAMPLING_FIELDS = (
     "min_tokens",
     "max_tokens",
     "logprobs",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
 )
 
 _FINISH_REASONS = {
@@ -46,6 +50,8 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         _check_u32(field, getattr(params, field))
     for token_id in params.stop_token_ids:
         _check_u32("stop_token_ids", token_id)
+    for token_id, _ in params.logit_bias:
+        _check_u32("logit_bias", token_id)
     for text in params.stop:
         check_utf8("stop", text)
     return common_pb2.SamplingParams(
@@ -59,6 +65,11 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         max_tokens=params.max_tokens,
         logprobs=params.logprobs,
         ignore_eos=params.ignore_eos,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
     )
 
 
@@ -70,6 +81,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
         **given,
     )
 

@@ -70,6 +70,7 @@ def read_params(
     check_model(message.model, model)
     params = sampling_from_proto(message.sampling)
     check_token_ids("stop_token_ids", params.stop_token_ids, model)
+    check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], model)
     return params if params.seed is not None else replace(params, seed=seed())
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.errors import RequestError
-from engine.sampling_params import MAX_LOGPROBS, MAX_SEED
+from engine.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_SEED
 from kvrelay import _request
 from kvrelay._request import GenerateOptions
 from kvrelay.v1 import router_pb2
@@ -22,17 +22,14 @@ MAX_PROMPTS = 64
 """In one call of /v1/completions."""
 MAX_TEXT_PARTS = MAX_CHAT_MESSAGES
 """Of all messages of a chat."""
+_MAX_DIGITS = 10
+"""Of a token id, a u32."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's. A chat without a limit takes what fits."""
 
 Api = Literal["chat", "completions"]
 
 _COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
     "structured_outputs": (),
@@ -67,7 +64,19 @@ _NEUTRAL: dict[Api, dict[str, tuple[Any, ...]]] = {
 }
 """Fields that are not supported, each with the values that ask for nothing; null always does."""
 _ROLES = {"developer": "system"}
-_PASSED_ON = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "min_tokens", "ignore_eos")
+_PASSED_ON = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+)
 """Fields of `SamplingParams` that have its name here too."""
 
 
@@ -191,12 +200,26 @@ def _message(body: Fields, options: Mapping[str, Any], request_id: str) -> route
 def _sampling(body: Fields) -> dict[str, Any]:
     """The fields that are given; `SamplingParams` has the defaults, which are OpenAI's, and checks their ranges."""
     given = {name: body.get(name) for name in _PASSED_ON if body.get(name) is not None}
+    if (biases := body.get("logit_bias")) is not None:
+        given["logit_bias"] = _biases(biases)
     seed = body.integer("seed")
     if seed is not None:
         if not -(MAX_SEED // 2) - 1 <= seed <= MAX_SEED:
             raise RequestError("seed", f"must be an integer of 64 bits, got {kind_of(seed)}")
         given["seed"] = seed % (MAX_SEED + 1)  # OpenAI's seeds are signed
     return given
+
+
+def _biases(biases: Any) -> dict[int, Any]:
+    """OpenAI's have the token ids as strings, which JSON's names are."""
+    if not isinstance(biases, dict):
+        raise RequestError("logit_bias", f"must be an object, got {kind_of(biases)}")
+    if len(biases) > MAX_BIASED_TOKENS:
+        raise RequestError("logit_bias", f"at most {MAX_BIASED_TOKENS} tokens, got {len(biases)}")
+    for name in biases:
+        if not (name.isascii() and name.isdigit() and len(name) <= _MAX_DIGITS):
+            raise RequestError("logit_bias", f"each name must be a token id, got {kind_of(name)}")
+    return {int(name): bias for name, bias in biases.items()}
 
 
 def _n(body: Fields, limits: CallLimits) -> int:

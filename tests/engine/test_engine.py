@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from factories import HarnessFactory, make_request
@@ -122,6 +124,39 @@ def test_a_draw_depends_on_seed_and_position_alone(make_engine: HarnessFactory) 
     assert harness.outputs[resumed.request_id] == output
     assert harness.outputs[longer.request_id] == output[2:]
     assert harness.outputs[other.request_id] != output
+
+
+class FewWords(FakeModel):
+    """Draws from 16 tokens, so that they come again."""
+
+    def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
+        logits = super().forward(batch, kv)
+        few = torch.full_like(logits, -100.0)
+        few[:, :16] = logits.view(len(logits), -1, 16).sum(dim=1) / 100
+        return few
+
+
+def test_penalized_tokens_depend_on_the_requests_own_tokens_alone(make_engine: HarnessFactory) -> None:
+    params = SamplingParams(
+        temperature=1.5, seed=5, max_tokens=12, repetition_penalty=2.0, frequency_penalty=1.5, presence_penalty=-0.5
+    )
+    alone = make_engine(model=FewWords())
+    whole = alone.submit(make_request([7, 8, 9], params=params))
+    alone.run()
+    tokens = alone.outputs[whole.request_id]
+
+    together = make_engine(max_num_batched_tokens=8, max_num_seqs=8, model=FewWords())
+    resumed = together.submit(make_request([7, 8, 9], params=params, output=tokens[:5]))
+    again = together.submit(make_request([7, 8, 9], params=params))
+    for seed in range(4):
+        together.submit(make_request([1, 2, seed], params=replace(params, seed=seed)))
+    together.run()
+
+    assert together.outputs[resumed.request_id] == together.outputs[again.request_id] == tokens
+    unpenalized = make_engine(model=FewWords())
+    other = unpenalized.submit(make_request([7, 8, 9], params=SamplingParams(temperature=1.5, seed=5, max_tokens=12)))
+    unpenalized.run()
+    assert unpenalized.outputs[other.request_id] != tokens
 
 
 def test_a_prefill_request_draws_one_token_and_keeps_its_blocks(make_engine: HarnessFactory) -> None:

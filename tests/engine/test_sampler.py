@@ -17,8 +17,14 @@ from engine.sampling_params import SamplingParams
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def row(params: SamplingParams = GREEDY, position: int = 0, banned: tuple[int, ...] = ()) -> SampleRow:
-    return SampleRow(params=params, position=position, banned_token_ids=banned)
+def row(
+    params: SamplingParams = GREEDY,
+    position: int = 0,
+    banned: tuple[int, ...] = (),
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+) -> SampleRow:
+    return SampleRow(params=params, position=position, banned_token_ids=banned, prompt=prompt, output=output)
 
 
 def drawn(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
@@ -41,9 +47,16 @@ def random_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def draw(logits: list[float], params: SamplingParams, num_draws: int, banned: tuple[int, ...] = ()) -> Counter[int]:
+def draw(
+    logits: list[float],
+    params: SamplingParams,
+    num_draws: int,
+    banned: tuple[int, ...] = (),
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+) -> Counter[int]:
     """Tokens drawn at positions 0, 1, 2, ..."""
-    rows = [row(params, position, banned) for position in range(num_draws)]
+    rows = [row(params, position, banned, prompt, output) for position in range(num_draws)]
     return Counter(token.token_id for token in drawn(torch.tensor([logits] * num_draws), rows))
 
 
@@ -174,6 +187,83 @@ def test_top_p_over_a_large_vocabulary_is_that_of_a_full_sort(top_p: float, spre
         assert drawn(logits, [row(params, position)])[0].token_id == expected
 
 
+def test_min_p_keeps_tokens_by_their_share_of_the_most_likely() -> None:
+    logits = [math.log(p) for p in (0.05, 0.4, 0.11, 0.3, 0.14)]
+
+    counts = draw(logits, SamplingParams(min_p=0.25, seed=31), 4000)
+
+    kept = np.array([0.0, 0.4, 0.11, 0.3, 0.14])
+    assert chi_square(counts, kept / kept.sum()) < 16.3
+
+
+def test_min_p_counts_after_temperature_and_before_top_p() -> None:
+    probabilities = np.array([0.05, 0.4, 0.1, 0.3, 0.15])
+    hotter = probabilities**0.5  # 0.05 has a share of 0.35 now, no more 0.125
+    params = SamplingParams(temperature=2.0, min_p=0.4, top_p=0.7, seed=32)
+
+    counts = draw([math.log(p) for p in probabilities], params, 4000)
+
+    kept = np.where(hotter / hotter.max() >= 0.4, hotter, 0.0)
+    assert kept[[1, 3]].sum() < 0.7 * kept.sum() <= kept[[1, 3, 4]].sum()
+    kept[2] = 0.0
+    assert chi_square(counts, kept / kept.sum()) < 13.8
+
+
+def test_min_p_and_top_k_both_hold() -> None:
+    logits = [math.log(p) for p in (0.05, 0.4, 0.1, 0.3, 0.15)]
+
+    assert set(draw(logits, SamplingParams(min_p=0.7, top_k=3, seed=33), 200)) == {1, 3}
+    assert set(draw(logits, SamplingParams(min_p=0.2, top_k=2, seed=33), 200)) == {1, 3}
+
+
+LOGITS = [1.0, -0.5, 2.0, 0.0, 0.7, 1.2, 0.3, -1.0]
+PROMPT, OUTPUT = [2, 2, 1], [4, 4, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("params", "changed"),
+    [
+        (SamplingParams(repetition_penalty=1.5, seed=41), {2: 2.0 / 1.5, 1: -0.75, 4: 0.7 / 1.5, 0: 1.0 / 1.5}),
+        (SamplingParams(repetition_penalty=0.5, seed=42), {2: 4.0, 1: -0.25, 4: 1.4, 0: 2.0}),
+        (SamplingParams(presence_penalty=0.8, seed=43), {4: -0.1, 0: 0.2}),
+        (SamplingParams(frequency_penalty=0.4, seed=44), {4: -0.5, 0: 0.6}),
+        (SamplingParams(frequency_penalty=-0.5, presence_penalty=0.25, seed=45), {4: 1.95, 0: 1.25}),
+        (SamplingParams(logit_bias=((7, 2.0), (2, -100.0)), seed=46), {7: 1.0, 2: -98.0}),
+        (
+            SamplingParams(logit_bias=((7, 2.0), (4, 1.0)), repetition_penalty=2.0, presence_penalty=1.0, seed=47),
+            {7: 1.0, 4: -0.15, 0: -0.5, 2: 1.0, 1: -1.0},
+        ),
+    ],
+    ids=lambda value: f"seed {value.seed}" if isinstance(value, SamplingParams) else "",
+)
+def test_penalties_and_biases_change_the_logits_as_they_are_defined(
+    params: SamplingParams, changed: dict[int, float]
+) -> None:
+    expected = [changed.get(i, value) for i, value in enumerate(LOGITS)]
+
+    counts = draw(LOGITS, params, 3000, prompt=PROMPT, output=OUTPUT)
+
+    probabilities = softmax(expected)
+    likely = np.where(probabilities > 1e-9, probabilities, 0.0)
+    assert chi_square(counts, likely / likely.sum()) < 24.3
+
+
+def test_greedy_takes_the_best_of_the_changed_logits() -> None:
+    penalized = SamplingParams(temperature=0.0, repetition_penalty=4.0)
+    biased = SamplingParams(temperature=0.0, logit_bias=((7, 100.0), (5000, 100.0)))
+    outside = SamplingParams(temperature=0.0, logit_bias=((5000, 100.0),))
+
+    assert set(draw(LOGITS, penalized, 1, prompt=PROMPT, output=OUTPUT)) == {5}
+    assert set(draw(LOGITS, biased, 1)) == {7}
+    assert set(draw(LOGITS, outside, 1)) == {2}
+
+
+def test_no_bias_brings_a_banned_token_back() -> None:
+    params = SamplingParams(logit_bias=((2, 100.0),), repetition_penalty=0.01, seed=1)
+
+    assert 2 not in draw(LOGITS, params, 100, banned=(2,), prompt=PROMPT)
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-3])
 def test_a_tiny_temperature_is_greedy_in_the_limit(temperature: float) -> None:
     counts = draw([1.0, 0.5, 4.0, 3.5], SamplingParams(temperature=temperature, seed=1), 50)
@@ -193,12 +283,16 @@ PARAMS = [
     SamplingParams(temperature=1.3, top_k=50, seed=3),
     SamplingParams(temperature=0.9, top_k=20, top_p=0.8, seed=4, logprobs=0),
     SamplingParams(temperature=0.0, logprobs=20),
+    SamplingParams(temperature=0.8, min_p=0.1, repetition_penalty=1.3, seed=5),
+    SamplingParams(temperature=1.1, presence_penalty=0.5, frequency_penalty=0.3, logit_bias=((9, 4.0),), seed=6),
 ]
 
 
 def test_a_token_does_not_depend_on_the_batch() -> None:
     logits = random_logits(40, 5000, seed=2)
-    rows = [row(PARAMS[i % len(PARAMS)], position=10 + i, banned=(5, 7) if i % 3 else ()) for i in range(40)]
+    rows = [
+        row(PARAMS[i % len(PARAMS)], 10 + i, (5, 7) if i % 3 else (), range(i, 2 * i), [i, i, 3]) for i in range(40)
+    ]
     alone = [drawn(logits[i : i + 1], [rows[i]])[0] for i in range(40)]
 
     assert drawn(logits, rows) == alone

@@ -76,6 +76,14 @@ def router() -> Iterator[FakeRouter]:
         ({"prompt": "a", "stop_token_ids": 5}, "stop_token_ids"),
         ({"prompt": "a", "stop_token_ids": ["5"]}, "stop_token_ids"),
         ({"prompt": "a", "ignore_eos": 1}, "ignore_eos"),
+        ({"prompt": "a", "min_p": "0.1"}, "min_p"),
+        ({"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
+        ({"prompt": "a", "logit_bias": "5"}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": [5]}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {5: True}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": [(5, 1.0), (5, 2.0)]}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
         ({"prompt": "a", "sampling": {"top_k": 1}}, "sampling"),
         ({"prompt": "a", "timeout_s": 0}, "timeout_s"),
         ({"prompt": "a", "timeout_s": -1.0}, "timeout_s"),
@@ -123,6 +131,11 @@ def test_sampling_options_stand_alone_or_replace_fields_of_sampling() -> None:
     assert sampling_of(temperature=1, stop="\n", stop_token_ids=[3], seed=None) == SamplingParams(
         temperature=1.0, stop=("\n",), stop_token_ids=(3,)
     )
+
+
+def test_biases_are_a_dict_or_pairs() -> None:
+    expected = SamplingParams(logit_bias=((3, 1.0), (7, -2.5)))
+    assert sampling_of(logit_bias={7: -2.5, 3: 1}) == sampling_of(logit_bias=[(7, -2.5), (3, 1)]) == expected
 
 
 def test_a_request_keeps_its_id_model_and_deadline() -> None:

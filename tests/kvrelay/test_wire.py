@@ -23,6 +23,11 @@ EVERY_FIELD_SET = SamplingParams(
     max_tokens=17,
     logprobs=0,
     ignore_eos=True,
+    min_p=0.05,
+    repetition_penalty=1.2,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    logit_bias=((0, -100.0), (49151, 2.5)),
 )
 
 
@@ -52,6 +57,10 @@ def test_every_default_is_written_out() -> None:
         "top_p",
         "min_tokens",
         "max_tokens",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
     }
 
 
@@ -64,6 +73,13 @@ def test_every_default_is_written_out() -> None:
         (common_pb2.SamplingParams(max_tokens=0), "max_tokens"),
         (common_pb2.SamplingParams(logprobs=2**32 - 1), "logprobs"),
         (common_pb2.SamplingParams(stop=[""]), "stop"),
+        (common_pb2.SamplingParams(min_p=math.nan), "min_p"),
+        (common_pb2.SamplingParams(repetition_penalty=0.0), "repetition_penalty"),
+        (common_pb2.SamplingParams(presence_penalty=2.5), "presence_penalty"),
+        (common_pb2.SamplingParams(frequency_penalty=math.nan), "frequency_penalty"),
+        (common_pb2.SamplingParams(logit_bias={5: 101.0}), "logit_bias"),
+        (common_pb2.SamplingParams(logit_bias={5: math.nan}), "logit_bias"),
+        (common_pb2.SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)), "logit_bias"),
     ],
 )
 def test_a_bad_value_from_the_wire_names_its_field(message: common_pb2.SamplingParams, field: str) -> None:
@@ -77,6 +93,7 @@ def test_a_bad_value_from_the_wire_names_its_field(message: common_pb2.SamplingP
     [
         (SamplingParams(max_tokens=2**32), "max_tokens"),
         (SamplingParams(stop_token_ids=(2**32,)), "stop_token_ids"),
+        (SamplingParams(logit_bias=((2**32, 1.0),)), "logit_bias"),
         (SamplingParams(stop=("\ud800",)), "stop"),
     ],
 )

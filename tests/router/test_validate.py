@@ -84,6 +84,7 @@ BAD = [
     (sampling(logprobs=21), "logprobs", "20"),
     (sampling(stop=[""]), "stop", "1 to 256"),
     (sampling(stop_token_ids=[300], max_tokens=4), "stop_token_ids", "257, got 300"),
+    (sampling(logit_bias={300: 1.0}, max_tokens=4), "logit_bias", "257, got 300"),
 ]
 
 

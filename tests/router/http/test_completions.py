@@ -119,6 +119,15 @@ async def test_workers_get_the_sampling_that_the_body_says(front: HttpFront) -> 
     assert sampling.max_tokens == 16
 
 
+async def test_workers_get_the_changes_of_logits_that_the_body_says(front: HttpFront) -> None:
+    await front.start()
+    changes = {"min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 2}
+    await front.ok(PATH, prompt="hello", **changes, logit_bias={"5": -100, "256": 1.5})
+    sampling = (await front.decode.got("reserve")).reserve.sampling
+    assert {name: getattr(sampling, name) for name in changes} == changes
+    assert dict(sampling.logit_bias) == {5: -100.0, 256: 1.5}
+
+
 async def test_a_first_prompt_that_fails_ends_the_others(front: HttpFront) -> None:
     await front.start(max_live_requests=2)
     front.prefill.hold("prefill")

@@ -81,6 +81,8 @@ class Transfer:
     sources: Sequence[int]
     slots: Sequence[int]
     checked: bool = True
+    generation: int = 0
+    """Of the sources. The same as before: their digests are known."""
 
 
 class SenderProcess:
@@ -112,7 +114,13 @@ class SenderProcess:
         self.answer()
 
     def begin(self, transfer: Transfer) -> None:
-        self._tell(do="send", ticket_id=transfer.ticket_id, sources=list(transfer.sources), checked=transfer.checked)
+        self._tell(
+            do="send",
+            ticket_id=transfer.ticket_id,
+            sources=list(transfer.sources),
+            generation=transfer.generation,
+            checked=transfer.checked,
+        )
 
     def answer(self) -> float:
         """Seconds of what was begun."""
@@ -177,7 +185,10 @@ def main(geometry: str, num_blocks: int, cache: str) -> None:
             sender.open(ticket_id, info, time.monotonic() + ANSWER_TIMEOUT_S)
             _say(0.0)
         else:
-            blocks = [OutgoingBlock(n, source, block_hash(n)) for n, source in enumerate(told["sources"])]
+            generation = told["generation"]
+            blocks = [
+                OutgoingBlock(n, source, block_hash(n), (), generation) for n, source in enumerate(told["sources"])
+            ]
             began = time.perf_counter()
             sender.send(ticket_id, blocks)
             sender.finish(ticket_id)

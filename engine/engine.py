@@ -260,6 +260,10 @@ class Engine:
             self._host.clear()
         return True
 
+    def generation(self, block: int) -> int:
+        """Of a block of the pool: grows each time that it is handed out."""
+        return self._blocks.generation(block)
+
     def take_block_events(self) -> EventBatch:
         """What became resident and what was evicted since the last call."""
         return self._blocks.take_events()

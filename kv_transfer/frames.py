@@ -297,7 +297,7 @@ def _entry(value: Any) -> BlockEntry:
         # All at once, as there is one for each block; now one by one, for the rule that is broken.
         for check, item in zip(_ENTRY_CHECKS, value, strict=True):
             check(item)
-    return BlockEntry(ordinal, slot, generation, content_hash, digest, offset)
+    return value if type(value) is BlockEntry else BlockEntry(ordinal, slot, generation, content_hash, digest, offset)
 
 
 def _flat_map(value: Any) -> Any:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from engine import errors
 from engine.block_hash import HASH_BYTES
 from engine.errors import (
     DeadlineExceeded,
-    EngineError,
+    DigestMismatch,
     HandshakeRefused,
     InternalError,
     LinkClosed,
@@ -28,9 +26,11 @@ from kv_transfer.conversion import Staging
 from kv_transfer.digest import BlockCopier, PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import GROUPS_PROTOCOL_VERSION, Ack, BlockEntry, Blocks, Frame, Nack, Renew, encode
-from kv_transfer.identity import LinkEndpoint, LinkTarget, PeerIdentity
+from kv_transfer.identity import SHM, LinkEndpoint, LinkTarget, PeerIdentity
 from kv_transfer.link import LinkSettings, OutgoingLink, connect, import_groups
 from kv_transfer.pool import KvPool
+from kv_transfer.sender_listener import SenderListener, error_of
+from kv_transfer.source_digests import SourceDigests
 from kv_transfer.stats import Counters, SenderStats, TransferStats
 from kv_transfer.transfers import OutgoingBlock, OutgoingTransfers, SendBlocks, TicketInfo
 
@@ -38,17 +38,6 @@ __all__ = ["KvSender", "OutgoingBlock", "SenderListener", "TicketInfo", "Transfe
 
 MAX_PREWARMED = 64
 """Links beyond which none is opened before it is needed: each has two threads."""
-
-
-class SenderListener(Protocol):
-    """Called on link threads. For every transfer exactly one of the two, after which no thread of this process reads
-    its source blocks. Must not wait for the sender."""
-
-    def transfer_done(self, request_id: str, stats: TransferStats) -> None: ...
-
-    def transfer_failed(self, request_id: str, error: EngineError) -> None:
-        """`TransferError`, or `RequestCancelled` after `abort`, or `DeadlineExceeded`."""
-        ...
 
 
 class KvSender:
@@ -68,6 +57,7 @@ class KvSender:
         self._kv = kv
         self._listener = listener
         self._copier = copier or PythonBlockCopier()
+        self._digests = SourceDigests(self._copier)
         self._settings = settings or LinkSettings()
         import_groups(self._settings)
         self._clock = clock
@@ -127,10 +117,11 @@ class KvSender:
         The source blocks must stay as they are until the transfer ends. Ignored if the transfer has ended. Raises
         `InternalError`, and queues none, if one is no block of the pool or its hash has not 32 bytes.
         """
+        most = self._kv.num_blocks
         for block in blocks:
-            sources = (block.source_block, *block.more_blocks)
-            if not all(0 <= n < self._kv.num_blocks for n in sources) or len(block.hash) != HASH_BYTES:
-                raise InternalError(f"{block} is no block of this pool of {self._kv.num_blocks}")
+            inside = 0 <= block.source_block < most and all(0 <= n < most for n in block.more_blocks)
+            if not inside or len(block.hash) != HASH_BYTES:
+                raise InternalError(f"{block} is no block of this pool of {most}")
         with self._lock:
             if (link := self._requests.get(request_id)) is not None:
                 link.transfers.send(request_id, blocks)
@@ -197,7 +188,9 @@ class _SenderLink:
         self.target = target
         self._layout = target.layout or sender._kv.layout
         """Of the blocks that leave."""
-        self.transfers = OutgoingTransfers(self._layout.block_bytes, sender._settings)
+        self._converts = self._layout != sender._kv.layout
+        self._digests = SourceDigests(sender._copier) if self._converts else sender._digests
+        self.transfers = OutgoingTransfers(self._layout.block_bytes, sender._settings, self._digests.is_kept)
         self._staging: Staging | None = None
         """If ours are of another one."""
         self.changed = threading.Condition(sender._lock)
@@ -259,7 +252,7 @@ class _SenderLink:
         sender._counters.add("fallbacks", n=int(link.fell_back))
         with self.changed:
             self.transfers.transport = link.outlet.transport
-        if self._layout != sender._kv.layout:
+        if self._converts:
             self._staging = Staging(sender._kv.layout, self._layout, self.transfers.group_blocks)
         return link
 
@@ -295,10 +288,14 @@ class _SenderLink:
             self.changed.wait(None if wake is None else max(0.0, wake - now))
 
     def _send_blocks(self, link: OutgoingLink, step: SendBlocks) -> None:
-        sources = [self._source(place, block) for place, block in enumerate(step.blocks)]
-        digests = self._sender._copier.digests(sources)
+        digests = self._digests.kept(step.blocks)
+        sources: list[memoryview] = []
+        if digests is None or link.outlet.transport != SHM:
+            sources = [self._source(place, block) for place, block in enumerate(step.blocks)]
+        digests = digests or self._digests.take(step.blocks, sources)
+        offset = link.outlet.offset
         entries = tuple(
-            BlockEntry(block.ordinal, *place, block.hash, digest, link.outlet.offset(block.source_block))
+            BlockEntry(block.ordinal, *place, block.hash, digest, offset(block.source_block))
             for block, place, digest in zip(step.blocks, step.places, digests, strict=True)
         )
         length = self._layout.block_bytes
@@ -306,8 +303,8 @@ class _SenderLink:
         if link.protocol >= GROUPS_PROTOCOL_VERSION:
             link.outlet.send(encode(frame), sources)
         else:
-            for block, source in zip(frame.singly(), sources, strict=True):
-                link.outlet.send(encode(block), [source])
+            for n, block in enumerate(frame.singly()):
+                link.outlet.send(encode(block), sources[n : n + 1])
         with self.changed:
             self.transfers.sent(step)
 
@@ -343,8 +340,10 @@ class _SenderLink:
                     counters.add("answers_ignored", n=ignored)
                     self.changed.notify()
             case Nack(ticket_id=ticket_id, ordinal=ordinal):
+                if frame.error == DigestMismatch.__name__:
+                    self._digests.forget()
                 with self.changed:
-                    mattered = self.transfers.nacked(ticket_id, ordinal, _error_of(frame), now)
+                    mattered = self.transfers.nacked(ticket_id, ordinal, error_of(frame), now)
                     counters.add("answers_ignored", n=int(not mattered))
                     self.changed.notify()
             case _:
@@ -383,11 +382,3 @@ class _SenderLink:
         self._report()
         with self.changed:
             self._sender._threads.discard(self)
-
-
-def _error_of(frame: Nack) -> TransferError:
-    """The typed error that the receiver named; a plain `TransferError` for a name that we do not know."""
-    cls = getattr(errors, frame.error, None)
-    if isinstance(cls, type) and issubclass(cls, TransferError):
-        return cls(frame.message)
-    return TransferError(f"{frame.error}: {frame.message}")

@@ -6,8 +6,9 @@ Decides only. `kv_transfer.sender` does what it says, tells it what came of that
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 from engine.errors import (
     DeadlineExceeded,
@@ -64,6 +65,8 @@ class OutgoingBlock:
     hash: bytes
     more_blocks: tuple[int, ...] = ()
     """Those that follow it in the sequence, where the receiver's block takes tokens from several of ours."""
+    generation: int | None = None
+    """Of `source_block`, if the block is that one alone and full: its bytes stay as they are until this changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,11 @@ class OutgoingTransfers:
     prepared. Requests that have any take turns, while the unacknowledged bytes fit the budget.
     """
 
-    def __init__(self, block_bytes: int, settings: LinkSettings) -> None:
+    def __init__(
+        self, block_bytes: int, settings: LinkSettings, is_known: Callable[[OutgoingBlock], bool] = lambda block: False
+    ) -> None:
+        """`is_known`: whether a block can leave without being read, as its digest is known."""
+        self._is_known = is_known
         self._block_bytes = block_bytes
         self._settings = settings
         largest = min(_GROUP_BYTES, settings.max_unacked_bytes // 4)
@@ -190,8 +197,12 @@ class OutgoingTransfers:
         room = self._settings.max_unacked_bytes // self._block_bytes - len(self._in_flight)
         if not self._turn or (self._in_flight and room < 1):
             return None
-        most = min(self.group_blocks, max(self._first_group_blocks, 2 * len(self._in_flight)))
-        return self._take_group(min(most, max(1, room)), now)
+        return self._take_group(min(self._most(self._turn[0].queued), max(1, room)), now)
+
+    def _most(self, queued: Sequence[OutgoingBlock]) -> int:
+        """Blocks of the next group. Where there is nothing to prepare, nobody waits for a large one."""
+        known = sum(1 for _ in takewhile(self._is_known, islice(queued, self.group_blocks)))
+        return known or min(self.group_blocks, max(self._first_group_blocks, 2 * len(self._in_flight)))
 
     def _take_group(self, most: int, now: float) -> SendBlocks:
         transfer = self._turn.popleft()

@@ -5,6 +5,7 @@ Every method of `PromptComputer` runs on the engine thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.engine import Engine, StepOutput
@@ -26,8 +27,10 @@ class PromptComputer:
     request, or in quarantine if that was cancelled.
     """
 
-    def __init__(self, sender: KvSender) -> None:
+    def __init__(self, sender: KvSender, generation: Callable[[int], int]) -> None:
+        """`generation`: of a block of the engine."""
         self._sender = sender
+        self._generation = generation
         self._sending: dict[str, _Sending] = {}
         self._busy: dict[str, list[int]] = {}
         """Blocks of cancelled requests that the sender may be reading."""
@@ -45,7 +48,8 @@ class PromptComputer:
             sending = self._sending.get(update.request_id)
             if sending is None or update.error is not None:
                 continue
-            blocks = sending.shipment.take_complete(update.num_computed_tokens, sending.request.block_table)
+            table, shipment = sending.request.block_table, sending.shipment
+            blocks = shipment.take_complete(update.num_computed_tokens, table, self._generation)
             if blocks:
                 self._sender.send(update.request_id, blocks)
             if update.token is not None:

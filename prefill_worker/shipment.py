@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from engine.errors import RequestError
@@ -42,8 +42,10 @@ class Shipment:
         self.handed_out: list[int] = []
         """Source blocks handed out so far."""
 
-    def take_complete(self, num_computed_tokens: int, block_table: Sequence[int]) -> list[OutgoingBlock]:
-        """Wanted blocks that became complete since the last call."""
+    def take_complete(
+        self, num_computed_tokens: int, block_table: Sequence[int], generation: Callable[[int], int]
+    ) -> list[OutgoingBlock]:
+        """Wanted blocks that became complete since the last call. `generation`: of a block of ours."""
         complete: list[OutgoingBlock] = []
         while self._next < len(self._ordinals):
             ordinal = self._ordinals[self._next]
@@ -51,11 +53,16 @@ class Shipment:
             if min(sources.stop * self._source_block_size, self._num_tokens) > num_computed_tokens:
                 break
             first, *more = (block_table[n] for n in sources)
-            complete.append(OutgoingBlock(ordinal, first, self._chain[ordinal], tuple(more)))
+            lasting = generation(first) if self._is_whole(ordinal) else None
+            complete.append(OutgoingBlock(ordinal, first, self._chain[ordinal], tuple(more), lasting))
             # The last one may go into two of theirs.
             self.handed_out += [block for block in (first, *more) if block not in self.handed_out[-1:]]
             self._next += 1
         return complete
+
+    def _is_whole(self, ordinal: int) -> bool:
+        """Whether theirs is one full block of ours."""
+        return self._block_size == self._source_block_size and (ordinal + 1) * self._block_size <= self._num_tokens
 
     def _sources(self, ordinal: int) -> range:
         """Which of our blocks, by ordinal, hold the tokens of theirs."""

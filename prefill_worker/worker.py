@@ -84,7 +84,7 @@ class PrefillWorker:
         )
         links = LinkSettings(transports=config.kv_transports, key=config.cluster_key)
         self._sender = KvSender(peer, parts.kv, self, settings=links, copier=parts.native)
-        self._computer = PromptComputer(self._sender)
+        self._computer = PromptComputer(self._sender, parts.engine.generation)
 
     @classmethod
     def build(cls, config: WorkerConfig) -> PrefillWorker:

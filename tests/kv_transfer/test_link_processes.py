@@ -49,7 +49,7 @@ def test_a_stopped_sender_loses_its_lease_and_cannot_touch_the_slots_when_it_wak
 
         sender.process.send_signal(signal.SIGCONT)
 
-        assert sender.says() == "failed old StaleTicket"
+        assert sender.says() == "failed old StaleTicket ticket old is unknown or over"
         assert decode.table.missing("new") == (0, 1)
         assert not any(decode.pool.block(3))
         assert not any(decode.pool.block(4))

@@ -118,6 +118,17 @@ def test_the_first_group_of_an_idle_link_is_small_and_the_next_grow_with_what_is
     assert [len(group.blocks) for group in groups] == [2, 4, 12, 32, 32, 32, 14]
 
 
+def test_blocks_whose_digest_is_known_leave_at_once_and_not_with_others() -> None:
+    mib = 1024 * 1024
+    link = OutgoingTransfers(mib // 2, LinkSettings(), is_known=lambda block: 4 <= block.source_block < 40)
+    begin(link, "a", range(42))
+    link.send("r-a", outgoing(range(42)))
+
+    groups = [step for step in take(link) if isinstance(step, SendBlocks)]
+
+    assert [len(group.blocks) for group in groups] == [2, 4, 32, 2, 2]
+
+
 def test_a_group_takes_no_more_than_what_is_left_of_the_budget() -> None:
     link = OutgoingTransfers(BLOCK, LinkSettings(max_unacked_bytes=18 * BLOCK))
     begin(link, "a", range(30))

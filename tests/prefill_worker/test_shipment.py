@@ -9,6 +9,7 @@ from prefill_worker.shipment import Shipment
 
 CHAIN = [bytes([i]) * 32 for i in range(4)]
 TABLE = [10, 11, 12, 13]
+GENERATIONS = {10: 5, 11: 6, 12: 7, 13: 8}
 
 
 def shipment(ordinals: list[int], num_tokens: int = 14) -> Shipment:
@@ -17,7 +18,9 @@ def shipment(ordinals: list[int], num_tokens: int = 14) -> Shipment:
 
 
 def taken(shipment: Shipment, num_computed_tokens: int) -> list[tuple[int, int]]:
-    return [(b.ordinal, b.source_block) for b in shipment.take_complete(num_computed_tokens, TABLE)]
+    return [
+        (b.ordinal, b.source_block) for b in shipment.take_complete(num_computed_tokens, TABLE, GENERATIONS.__getitem__)
+    ]
 
 
 def test_a_block_is_handed_out_once_all_its_tokens_are_computed() -> None:
@@ -41,11 +44,19 @@ def test_blocks_that_the_ticket_does_not_ask_for_are_left_out() -> None:
 
 def test_each_block_is_handed_out_once_and_with_its_hash() -> None:
     s = shipment([0, 1])
-    first = s.take_complete(8, TABLE)
+    first = s.take_complete(8, TABLE, GENERATIONS.__getitem__)
 
     assert [block.hash for block in first] == CHAIN[:2]
     assert taken(s, 14) == []
     assert s.handed_out == [10, 11]
+
+
+def test_only_blocks_that_stay_as_they_are_have_a_generation() -> None:
+    full_and_partial = shipment([0, 1, 2, 3]).take_complete(14, TABLE, GENERATIONS.__getitem__)
+    of_several = converted([0], num_tokens=14, block_size=8, ours=4).take_complete(14, TABLE, GENERATIONS.__getitem__)
+
+    assert [block.generation for block in full_and_partial] == [5, 6, 7, None]
+    assert [block.generation for block in of_several] == [None]
 
 
 def converted(ordinals: list[int], num_tokens: int, block_size: int, ours: int) -> Shipment:
@@ -53,7 +64,7 @@ def converted(ordinals: list[int], num_tokens: int, block_size: int, ours: int) 
 
 
 def taken_whole(shipment: Shipment, num_computed_tokens: int) -> list[tuple[int, ...]]:
-    blocks = shipment.take_complete(num_computed_tokens, TABLE)
+    blocks = shipment.take_complete(num_computed_tokens, TABLE, GENERATIONS.__getitem__)
     return [(block.ordinal, block.source_block, *block.more_blocks) for block in blocks]
 
 
@@ -91,7 +102,9 @@ def test_each_wanted_block_is_handed_out_once_with_all_its_tokens_when_none_of_o
     handed_out = []
 
     for computed in steps:
-        for block in s.take_complete(computed, range(num_sources)):  # our block n is the n-th of the sequence
+        for block in s.take_complete(
+            computed, range(num_sources), lambda block: 1
+        ):  # our block n is the n-th of the sequence
             sources = (block.source_block, *block.more_blocks)
             tokens = range(block.ordinal * theirs, min((block.ordinal + 1) * theirs, num_tokens))
             assert sources == tuple(range(tokens.start // ours, tokens[-1] // ours + 1))

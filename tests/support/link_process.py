@@ -47,6 +47,12 @@ class LinkProcess:
         endpoint = only(decode.receiver.endpoint(), transport).hex()
         self.tell("open", ticket_id=ticket_id, endpoint=endpoint, slots=expected, generation=generation)
 
+    def begin_as_offered(self, decode: DecodeSide, ticket_id: str, slots: Sequence[int]) -> None:
+        """Of a sender: with the receiver's own endpoint and layout, as a router hands them on."""
+        expected = decode.expect(ticket_id, slots)
+        endpoint, layout = decode.receiver.endpoint().hex(), decode.pool.layout.to_wire()
+        self.tell("open", ticket_id=ticket_id, endpoint=endpoint, slots=expected, generation=1, layout=layout)
+
 
 @contextmanager
 def _running(process: LinkProcess) -> Iterator[LinkProcess]:
@@ -57,9 +63,9 @@ def _running(process: LinkProcess) -> Iterator[LinkProcess]:
         process.process.communicate(timeout=WAIT_S)
 
 
-def sender_process(size: str, transport: str) -> AbstractContextManager[LinkProcess]:
+def sender_process(size: str, transports: str, *options: str) -> AbstractContextManager[LinkProcess]:
     """Of `kv_sender_process.py`."""
-    return _running(LinkProcess("kv_sender_process.py", size, transport))
+    return _running(LinkProcess("kv_sender_process.py", size, transports, *options))
 
 
 def receiver_process() -> AbstractContextManager[LinkProcess]:

@@ -33,20 +33,29 @@ MAX_REQUEST_ID_CHARS = 256
 LAST_WORD_TIMEOUT_S = 5.0
 """For the ends of all sessions, at a stop."""
 
+HANDSHAKE_TIMEOUT_S = 5.0
+"""For a connection to begin with HTTP/2's preface and settings. gRPC's own would be 120 s."""
+IDLE_TIMEOUT_S = 60.0
+"""For a connection without a call. Channels connect again with their next one, unseen."""
 MAX_WATCHES = 16
 """Of the health; at once."""
 _SERVICE = "kvrelay.v1.Worker"
 _Context = grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
-_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # or a second worker would share the port instead of being told that it is taken
-    # A router that vanished without closing its connection is noticed within 10 s, and its requests end.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-    ("grpc.http2.max_pings_without_data", 0),
-]
+
+def _options() -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # or a second worker would share the port instead of being told that it is taken
+        # A router that vanished without closing its connection is noticed within 10 s, and its requests end.
+        ("grpc.keepalive_time_ms", 5_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Connections that say nothing hold a descriptor each: nobody keeps one for longer than this.
+        ("grpc.server_handshake_timeout_ms", round(1e3 * HANDSHAKE_TIMEOUT_S)),
+        ("grpc.max_connection_idle_ms", round(1e3 * IDLE_TIMEOUT_S)),
+    ]
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[misc]
@@ -80,7 +89,8 @@ class WorkerServer:
 
     async def start(self) -> str:
         """Serve; returns the address. Raises `ConfigError` naming the port if it is taken; nothing stays open then."""
-        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=2 * self._config.max_sessions + MAX_WATCHES)
+        most = 2 * self._config.max_sessions + MAX_WATCHES
+        server = grpc.aio.server(options=_options(), maximum_concurrent_rpcs=most)
         worker_pb2_grpc.add_WorkerServicer_to_server(_Servicer(self), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         wanted = f"{self._config.host}:{self._config.port}"

@@ -130,8 +130,8 @@ async def warm_up(num_workers: int, num_blocks: int, native_cache: str = "") -> 
             assert blocks is not None
             assert set(registry.index.resident(blocks.slot)) == role.block_feed.resident(), "router and worker disagree"
     finally:
-        await asyncio.gather(*(server.stop(0.0) for server in servers))
         await registry.close()
+        await asyncio.gather(*(server.stop(0.0) for server in servers))
     return Warm(seconds, longest * 1000)
 
 

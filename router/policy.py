@@ -11,12 +11,15 @@ else. That is a bound on the regret of each request: no worker is too hot for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import is_not
 
+from router.candidates import Candidates, tied
 from router.costs import AssumedRates, WorkerCosts, assumed_rates, worker_costs
 from router.learnt_rates import LearntRates
-from router.prefix_index import MAX_SLOTS, Match
+from router.prefix_index import Match
 from router.snapshot import DECODE, PREFILL, ROLES, WorkerSnapshot
 
 HANDOVER_MS = 1.0
@@ -24,13 +27,9 @@ HANDOVER_MS = 1.0
 AFFINITY = 6.0
 """Times what a cached prefix saves, how much more its holder may cost than another. Lower: bursts make copies, and each
 copy is work that later requests wait for; `bench.replay` has the figures. From 4 on they change little."""
-TIE_MS, TIE_SHARE = 1.0, 0.05
-"""Prices this close are equal: estimates are no better, and equal prompts should meet at the same worker."""
 MAX_CHANGES, CHANGES_PER_WORKER = 64, 4
 """After so many changed snapshots all costs are worked out anew, with them the rates assumed for unknown workers and
 what a cached token is worth."""
-MAX_HOLDER_SETS = 1024
-"""That are remembered as positions: many prompts begin with what the same workers hold."""
 MAX_PER_ROLE = 8
 """Workers of a role that are combined into pairs, best first. Bounds the cost of a decision."""
 _MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -75,84 +74,14 @@ class PricedPair:
         return sum(term.ms for term in self.terms)
 
 
-class _Use:
-    """Workers that can do one part of a request, with lists of what that costs; a decision goes through lists only.
-
-    `ranks`: the price of the part, less what a worker may cost more because it holds some of the prompt.
-    """
-
-    def __init__(
-        self,
-        members: Sequence[WorkerCosts],
-        base_ms: Callable[[WorkerCosts], float],
-        token_ms: Callable[[WorkerCosts], float],
-        held_ms: Callable[[WorkerCosts], float],
-        worth_ms: float = 0.0,
-    ) -> None:
-        """`base_ms` of every request, `token_ms` of each token of its prompt, less `held_ms` of each that is held."""
-        self.members = list(members)
-        self.worth_ms = worth_ms
-        """What holding a token may make a worker cost more. One for all: a slow worker is worth no more than others."""
-        self._costs = (base_ms, token_ms, held_ms)
-        self._base_ms, self._token_ms, self._held_ms = (list(map(cost, members)) for cost in self._costs)
-        self._slots = [_slot(member) for member in members]
-        self._rooms = [member.room for member in members]
-        self._least_room = min(self._rooms, default=0)
-        self._position = {member.worker_id: i for i, member in enumerate(members)}
-        self._holders: dict[int, list[int]] = {}
-        """Of a set of slots: the positions of those members that are in it."""
-
-    def replace(self, member: WorkerCosts) -> None:
-        """New costs of a worker that is among them."""
-        i = self._position[member.worker_id]
-        self.members[i] = member
-        self._base_ms[i], self._token_ms[i], self._held_ms[i] = (cost(member) for cost in self._costs)
-        before, self._rooms[i] = self._rooms[i], member.room
-        if member.room < self._least_room or before == self._least_room:
-            self._least_room = min(self._rooms)
-        if self._slots[i] != _slot(member):
-            self._slots[i] = _slot(member)
-            self._holders.clear()
-
-    def held(self, request: PlacementRequest) -> list[int]:
-        """Tokens of the prompt at each worker. The last token is computed in any case."""
-        held = [0] * len(self.members)
-        for num_blocks, slots in request.matches:
-            tokens = min(num_blocks * self.members[0].worker.block_size, request.num_tokens - 1)
-            for i in self._holders_of(slots):
-                held[i] = tokens
-        return held
-
-    def ranks(self, request: PlacementRequest, held: Sequence[int], *, with_blocks: bool) -> list[float]:
-        n, total, held_ms = request.num_tokens, request.max_total_tokens, self._held_ms
-        ranks = [base + n * token for base, token in zip(self._base_ms, self._token_ms, strict=True)]
-        if request.matches:
-            for i, tokens in enumerate(held):
-                if tokens:
-                    ranks[i] -= tokens * held_ms[i]
-        if with_blocks and total > self._least_room:
-            ranks = [rank + member.blocks_ms(total) for rank, member in zip(ranks, self.members, strict=True)]
-        return ranks
-
-    def _holders_of(self, slots: int) -> Sequence[int]:
-        holders = self._holders.get(slots)
-        if holders is None:
-            if len(self._holders) >= MAX_HOLDER_SETS:
-                self._holders.clear()
-            holders = self._holders[slots] = [i for i, slot in enumerate(self._slots) if slots >> slot & 1]
-        return holders
-
-
-def _slot(member: WorkerCosts) -> int:
-    return MAX_SLOTS if member.worker.slot is None else member.worker.slot
-
-
 class Fleet:
     """The ready workers, with prices that are worked out when a worker's snapshot changes."""
 
     def __init__(self, rates: LearntRates) -> None:
         self._rates = rates
         self._known: dict[str, WorkerSnapshot] = {}
+        self._last: Sequence[WorkerSnapshot] = ()
+        """As they were given."""
         self._assumed: Mapping[str, AssumedRates] = {}
         self._num_changes = 0
         """Since the assumed rates were worked out."""
@@ -162,8 +91,12 @@ class Fleet:
     def refresh(self, workers: Sequence[WorkerSnapshot]) -> None:
         """Take the workers as they are now. One whose snapshot is the object of last time costs next to nothing; the
         rates of the others are looked up."""
-        known = self._known
-        changed = [worker for worker in workers if known.get(worker.worker_id) is not worker]
+        known, last = self._known, self._last
+        if len(last) == len(workers):  # mostly the same ones in the same order
+            changed = list(compress(workers, map(is_not, workers, last)))
+        else:
+            changed = [worker for worker in workers if known.get(worker.worker_id) is not worker]
+        self._last = list(workers)
         if len(workers) != len(known) or not all(_same_worker(known.get(w.worker_id), w) for w in changed):
             self._start_over(workers)
             return
@@ -213,14 +146,12 @@ _Pair = tuple[float, int | None, int]
 class Placement:
     """The decision on one request. What else was considered, and the terms, are worked out when they are asked for."""
 
-    def __init__(self, request: PlacementRequest, prefill: _Use, decode: _Use, local: _Use) -> None:
+    def __init__(self, request: PlacementRequest, prefill: Candidates, decode: Candidates, local: Candidates) -> None:
         self._request = request
         self._prefill, self._decode = list(prefill.members), list(decode.members)  # as they are at this moment
-        self._worth_ms = local.worth_ms
-        self._prefill_held = prefill.held(request) if prefill.members else []
-        self._decode_held = decode.held(request)
-        self._ranks: list[float] = []
-        """Of decode workers that compute the prompt."""
+        self._worth_ms, self._local_costs = local.worth_ms, local.costs
+        self._prefill_held = prefill.held(request.matches, request.num_tokens) if prefill.members else []
+        self._decode_held = decode.held(request.matches, request.num_tokens)
         pairs = self._local_pairs(local)
         if prefill.members:
             pairs += self._split_pairs(prefill, decode)
@@ -245,32 +176,29 @@ class Placement:
         """The chosen pair, then the others, best first."""
         pairs = self._pairs
         if not self._prefill:
-            near = {second for _, _, second in pairs}
-            ranked = sorted(range(len(self._ranks)), key=self._ranks.__getitem__)
-            pairs = pairs + [(self._ranks[i], None, i) for i in ranked if i not in near]
+            near, local = {second for _, _, second in pairs}, Candidates(self._decode, self._local_costs)
+            ranks = local.ranks(self._request.num_tokens, self._decode_held, self._request.max_total_tokens)
+            others = sorted((i for i in range(len(ranks)) if i not in near), key=ranks.__getitem__)
+            pairs = pairs + [(ranks[i], None, i) for i in others]
         return [self._priced(first, second) for _, first, second in pairs[:limit]]
 
-    def _local_pairs(self, local: _Use) -> list[_Pair]:
+    def _local_pairs(self, local: Candidates) -> list[_Pair]:
         """The decode worker computes the prompt, and its running streams wait meanwhile."""
         request, held = self._request, self._decode_held
-        allowed: Sequence[int] = range(len(held))
-        if self._prefill:
-            most = request.max_local_tokens
-            allowed = [i for i, tokens in enumerate(held) if request.num_tokens - tokens <= most] if most else ()
+        n, total = request.num_tokens, request.max_total_tokens
+        if not self._prefill:  # the others when they are asked for
+            return [(rank, None, i) for rank, i in local.best(request.matches, n, held, total)]
+        most = request.max_local_tokens
+        allowed = [i for i, tokens in enumerate(held) if n - tokens <= most] if most else ()
         if not allowed:
             return []
-        ranks = self._ranks = local.ranks(request, held, with_blocks=True)
-        if not self._prefill:
-            limit = _tied(min(ranks))
-            return [
-                (rank, None, i) for i, rank in enumerate(ranks) if rank <= limit
-            ]  # the others when they are asked for
+        ranks = local.ranks(n, held, total)
         return [(ranks[i], None, i) for i in _best(request, ranks, allowed, local)]
 
-    def _split_pairs(self, prefill: _Use, decode: _Use) -> list[_Pair]:
+    def _split_pairs(self, prefill: Candidates, decode: Candidates) -> list[_Pair]:
         request = self._request
-        first_ranks = prefill.ranks(request, self._prefill_held, with_blocks=False)
-        second_ranks = decode.ranks(request, self._decode_held, with_blocks=True)
+        first_ranks = prefill.ranks(request.num_tokens, self._prefill_held)
+        second_ranks = decode.ranks(request.num_tokens, self._decode_held, request.max_total_tokens)
         firsts = _best(request, first_ranks, range(len(first_ranks)), prefill)
         seconds = _best(request, second_ranks, range(len(second_ranks)), decode)
         return [
@@ -290,7 +218,7 @@ class Placement:
         if len(pairs) == 1:
             return pairs
         pairs.sort(key=lambda pair: pair[0])
-        limit = _tied(pairs[0][0])
+        limit = tied(pairs[0][0])
         num_tied = next((i for i, pair in enumerate(pairs) if pair[0] > limit), len(pairs))
         if num_tied > 1:
             pairs[:num_tied] = sorted(pairs[:num_tied], key=self._turn, reverse=True)
@@ -329,12 +257,12 @@ class Placement:
         )
 
 
-def _best(request: PlacementRequest, ranks: Sequence[float], allowed: Sequence[int], use: _Use) -> Sequence[int]:
+def _best(request: PlacementRequest, ranks: Sequence[float], allowed: Sequence[int], use: Candidates) -> Sequence[int]:
     """At most `MAX_PER_ROLE` of `allowed`, best first; of more that are equal those whose turn it is for the prompt."""
     if not allowed:
         return ()
     everybody = len(allowed) == len(ranks)
-    limit = _tied(min(ranks) if everybody else min(ranks[i] for i in allowed))
+    limit = tied(min(ranks) if everybody else min(ranks[i] for i in allowed))
     near = (
         [i for i, rank in enumerate(ranks) if rank <= limit] if everybody else [i for i in allowed if ranks[i] <= limit]
     )
@@ -343,10 +271,6 @@ def _best(request: PlacementRequest, ranks: Sequence[float], allowed: Sequence[i
     elif len(near) < MAX_PER_ROLE:
         near = sorted(allowed, key=ranks.__getitem__)
     return near[:MAX_PER_ROLE]
-
-
-def _tied(best_ms: float) -> float:
-    return best_ms + max(0.0, best_ms) * TIE_SHARE + TIE_MS
 
 
 def _weight(key: int, seat: int) -> int:
@@ -363,24 +287,19 @@ def _can_serve(worker: WorkerSnapshot, request: PlacementRequest) -> bool:
     return worker.max_request_tokens > request.num_tokens
 
 
-def _uses(members: Sequence[WorkerCosts]) -> tuple[_Use, _Use, _Use]:
+def _uses(members: Sequence[WorkerCosts]) -> tuple[Candidates, Candidates, Candidates]:
     """To compute prompts for a decode worker, to decode, and to do both. The last two have the same members."""
     prefill = [member for member in members if member.worker.role == PREFILL]
     decode = [member for member in members if member.worker.role == DECODE]
 
     worth_ms = AFFINITY * min((member.token_ms for member in members), default=0.0)
 
-    def local_token_ms(m: WorkerCosts) -> float:
-        return m.token_ms * (1 + m.worker.running)
+    def local_costs(m: WorkerCosts) -> tuple[float, float, float]:
+        token_ms = m.token_ms * (1 + m.worker.running)
+        return m.queue_ms + m.step_ms + m.slowdown_ms, token_ms, token_ms + worth_ms
 
     return (
-        _Use(prefill, lambda m: m.queue_ms, lambda m: m.token_ms, lambda m: m.token_ms + worth_ms),
-        _Use(decode, lambda m: m.step_ms + m.slowdown_ms, lambda m: 0.0, lambda m: m.link_ms),
-        _Use(
-            decode,
-            lambda m: m.queue_ms + m.step_ms + m.slowdown_ms,
-            local_token_ms,
-            lambda m: local_token_ms(m) + worth_ms,
-            worth_ms,
-        ),
+        Candidates(prefill, lambda m: (m.queue_ms, m.token_ms, m.token_ms + worth_ms)),
+        Candidates(decode, lambda m: (m.step_ms + m.slowdown_ms, 0.0, m.link_ms)),
+        Candidates(decode, local_costs, worth_ms),
     )

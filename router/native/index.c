@@ -8,13 +8,14 @@
 
 enum { OK, NO_MEMORY, BAD_KEY };
 enum { RESIDENT, NUM_TABLES = 3, BATCH = 32, DROP_SHARE = 8, MAX_MATCHES = 32, MAX_PROBES = 256 };
-enum { SHORT_BITS = 60 };
+enum { SHORT_BITS = 60, LEAST_SHARE = 64 };
 
 struct index {
     struct table tables[NUM_TABLES]; /* what is resident; what was dispatched in even and in odd periods */
     struct sets sets;
     lanes alive;
     uint64_t max_keys, max_speculative, evictions;
+    uint64_t share; /* of a shard, of `max_keys` */
     uint32_t period; /* the tables of dispatched work are of this one and the one before */
     uint32_t next_eviction;
     lanes *states; /* scratch of a prompt's hashing */
@@ -54,7 +55,7 @@ struct index *kvrelay_index_new(uint64_t max_keys, uint64_t max_speculative, con
     x->sets.max_sets = num_chunks * SETS_PER_CHUNK;
     x->sets.num_bytes = sizeof *x + num_chunks * sizeof *x->sets.chunks;
     memcpy(x->sets.secrets, secrets, sizeof x->sets.secrets);
-    x->max_keys = max_keys, x->max_speculative = max_speculative;
+    x->max_keys = max_keys, x->share = max_keys / NUM_SHARDS, x->max_speculative = max_speculative;
     x->period = 2;
     dispatched(x, x->period)->period = x->period;
     dispatched(x, x->period + 1)->period = x->period - 1;
@@ -78,24 +79,25 @@ static uint32_t age_of_oldest(const struct shard *shard, uint32_t count) {
     return prefix;
 }
 
-/* Drop the keys that were used longest ago, shard after shard. */
-static void evict(struct index *x) {
-    struct table *const t = x->tables + RESIDENT;
-    while (t->count > x->max_keys) {
-        struct shard *const shard = t->shards + x->next_eviction;
-        x->next_eviction = (x->next_eviction + 1) % NUM_SHARDS;
-        if (!shard->count) continue;
-        const uint32_t least = age_of_oldest(shard, shard->count / DROP_SHARE + 1);
-        for (uint32_t i = 0; i <= shard->mask;) {
-            struct entry *const entry = shard->entries + i;
-            if (entry->set && shard->clock - entry->used >= least) {
-                erase(&x->sets, t, shard, entry); /* another may be there now */
-                x->evictions++;
-            } else {
-                i++;
-            }
+/* Drop the keys of a shard that were used longest ago. */
+static void evict_from(struct index *x, struct shard *shard) {
+    if (!shard->count) return;
+    const uint32_t least = age_of_oldest(shard, shard->count / DROP_SHARE + 1);
+    for (uint32_t i = 0; i <= shard->mask;) {
+        struct entry *const entry = shard->entries + i;
+        if (entry->set && shard->clock - entry->used >= least) {
+            erase(&x->sets, x->tables + RESIDENT, shard, entry); /* another may be there now */
+            x->evictions++;
+        } else {
+            i++;
         }
     }
+}
+
+static void evict(struct index *x) {
+    struct table *const t = x->tables + RESIDENT;
+    for (; t->count > x->max_keys; x->next_eviction = (x->next_eviction + 1) % NUM_SHARDS)
+        evict_from(x, t->shards + x->next_eviction);
 }
 
 static int store(struct index *x, uint32_t slot, uint64_t key, uint64_t hash, uint64_t change[2]) {
@@ -103,6 +105,8 @@ static int store(struct index *x, uint32_t slot, uint64_t key, uint64_t hash, ui
     struct shard *const shard = shard_of(t, hash);
     struct entry *entry = find(t, key, hash);
     if (!entry) {
+        /* One that has its share of all keys does not grow: in the long run each would do so once, by chance. */
+        if (is_full(shard) && shard->count >= x->share && x->share >= LEAST_SHARE) evict_from(x, shard);
         if (!(entry = insert(&x->sets, t, key, hash))) return NO_MEMORY;
         entry->set = slot + 1;
     } else if (!holds(&x->sets, entry->set, slot)) {

@@ -186,12 +186,17 @@ static int resize(struct sets *s, struct shard *shard, uint32_t capacity) {
     return 1;
 }
 
+/* Whether one key more makes it grow. */
+INLINE int is_full(const struct shard *shard) {
+    const uint64_t capacity = shard->entries ? shard->mask + 1ull : 0;
+    return 4 * (shard->count + 1ull) > 3 * capacity;
+}
+
 /* An entry for a key that the shard has not; its set is still to be filled in. NULL without memory. */
 static struct entry *insert(struct sets *s, struct table *t, uint64_t key, uint64_t hash) {
     struct shard *const shard = shard_of(t, hash);
-    const uint32_t capacity = shard->entries ? shard->mask + 1 : 0;
-    if (4 * ((uint64_t)shard->count + 1) > 3 * (uint64_t)capacity)
-        if (!resize(s, shard, capacity ? 2 * capacity : FIRST_CAPACITY)) return NULL;
+    const uint32_t capacity = shard->entries ? 2 * (shard->mask + 1) : FIRST_CAPACITY;
+    if (is_full(shard) && !resize(s, shard, capacity)) return NULL;
     struct entry *const entry = place_of(shard, key, hash);
     entry->key = key;
     shard->count++, t->count++;

@@ -60,6 +60,17 @@ def terms(pair: PricedPair) -> dict[str, float]:
     return {term.name: term.ms for term in pair.terms}
 
 
+def test_a_change_is_seen_in_a_list_that_was_given_before() -> None:
+    workers = [decode_worker("a"), decode_worker("b", waiting_tokens=500)]
+    fleet = Fleet(LearntRates())
+    fleet.refresh(workers)
+    workers[0] = replace(workers[0], waiting_tokens=1000)
+    fleet.refresh(workers)
+    placement = fleet.place(REQUEST)
+    assert placement is not None
+    assert placement.decode_worker == "b"
+
+
 def test_a_price_is_what_the_request_waits_for_and_what_it_costs_others_in_milliseconds() -> None:
     (pair,) = place([prefill_worker("p", waiting_tokens=500), decode_worker("d", running=4)])
     assert terms(pair) == {

@@ -1,16 +1,16 @@
 """What a router costs: the latency that it adds, and how fast it relays tokens, over HTTP and over gRPC.
 
-`python -m bench.gateway [--json]`
+`python -m bench.gateway [--json] [--peers NAMES]`
 
 Router, workers and clients are three processes. The workers compute nothing. Latency: one request at a time, from the
 first byte of the request to the first byte of the first token, less the same two questions asked of the workers
-directly. Throughput: 64 event streams at once, whose clients throw away what they read.
+directly. Throughput: 64 event streams at once, whose clients throw away what they read. Other systems' routers
+(`make bench-peers`) get the same load, with workers that compute nothing either.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import tempfile
 import time
@@ -22,9 +22,10 @@ from typing import cast
 
 import click
 import grpc
-import psutil
 import uvloop
 
+from bench.gateway_client import prompt_of, stream
+from bench.gateway_peers import GATEWAYS, Load, cpu_s, measure_peers
 from bench.local_system import ready_line, spawn
 from bench.report import Goal, Report, median_spread
 from cluster.config import default_model_dir
@@ -40,7 +41,6 @@ TOKENS = 1000
 """Of each stream."""
 LATENCY_RUNS = 300
 ROUNDS = 5
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "far", "from", "home")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,56 +48,10 @@ class System:
     http: str
     grpc: str
     workers: dict[str, str]
-    router: psutil.Process
+    router_pid: int
 
     def cpu_s(self) -> float:
-        times = self.router.cpu_times()
-        return float(times.user + times.system)
-
-
-def prompt_of(number: int) -> str:
-    """About 100 tokens, no two alike from the first block on."""
-    return f"{number} " + " ".join(WORDS[(number + i * 7) % len(WORDS)] for i in range(100))
-
-
-class _Reader(asyncio.Protocol):
-    """Sends one HTTP request, notes when the first event came, counts events, and is done at the end."""
-
-    def __init__(self, request: bytes) -> None:
-        self._request = request
-        self.first = 0.0
-        self.num_events = 0
-        self.tail = b""
-        self.done = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(self._request)  # uvloop's is none by name
-
-    def data_received(self, data: bytes) -> None:
-        if not self.first and b"data: " in data:
-            self.first = time.perf_counter()
-        self.num_events += data.count(b"\n\n")
-        self.tail = (self.tail + data)[-200:]
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
-
-
-async def stream(address: str, prompt: str, max_tokens: int) -> tuple[float, _Reader]:
-    """One completion as events, to its end. Returns when it began."""
-    body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    host, port = address.split(":")
-    began = time.perf_counter()
-    _, reader = await asyncio.get_running_loop().create_connection(
-        lambda: _Reader(head.encode() + body), host, int(port)
-    )
-    async with asyncio.timeout(120):
-        await reader.done
-    assert b"data: [DONE]" in reader.tail, reader.tail
-    return began, reader
+        return cpu_s(self.router_pid)
 
 
 class Direct:
@@ -203,23 +157,29 @@ async def measure(system: System, report: Report) -> None:
     await measure_grpc(system, report)
 
 
-def run(folder: Path, report: Report) -> None:
+def run(folder: Path, report: Report, peers: Sequence[str] = ()) -> None:
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
         workers = ready_line(spawn(stack, log, "bench.gateway_worker", [str(folder)]), log)
         flags: Sequence[str] = [flag for address in workers.values() for flag in ("--worker", address)]
         router = spawn(stack, log, "router", ["--model", str(folder), "--local-prefill-max-tokens", "0", *flags])
         ready = ready_line(router, log)
-        system = System(ready["http_address"], ready["address"], workers, psutil.Process(router.pid))
+        system = System(ready["http_address"], ready["address"], workers, router.pid)
         uvloop.run(measure(system, report))
+    load = Load(latency_runs=LATENCY_RUNS, rounds=ROUNDS, streams=STREAMS, tokens=TOKENS)
+    measure_peers(peers, load, report)
 
 
 @click.command(help="Latency that a router adds, and tokens that it relays.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
+@click.option("--peers", default=",".join(GATEWAYS), show_default=True, help="Of `bench.peers`, with commas.")
 @click.option("--model", default="smollm2-135m", show_default=True, help="Its tokenizer is used, not its weights.")
-def main(as_json: bool, model: str) -> None:
+def main(as_json: bool, peers: str, model: str) -> None:
+    names = [name for name in peers.split(",") if name]
+    if unknown := set(names) - set(GATEWAYS):
+        raise click.BadParameter(f"must be of {', '.join(GATEWAYS)}, got {', '.join(sorted(unknown))}")
     report = Report("gateway", GOALS)
-    run(pull_model(model, default_model_dir(), lambda _stage, _share: None), report)
+    run(pull_model(model, default_model_dir(), lambda _stage, _share: None), report, names)
     report.print(as_json)
 
 

@@ -59,7 +59,7 @@ class LocalSystem:
 def spawn(stack: ExitStack, log: IO[str], module: str, flags: Sequence[str]) -> subprocess.Popen[str]:
     """`python -m module` until `stack` is left: first asked to end, then killed."""
     process = subprocess.Popen([sys.executable, "-m", module, *flags], stdout=subprocess.PIPE, stderr=log, text=True)
-    stack.callback(_stop, process)
+    stack.callback(stop_process, process)
     return process
 
 
@@ -78,7 +78,7 @@ def ready_line(process: subprocess.Popen[str], log: IO[str]) -> dict[str, Any]:
     return ready
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
+def stop_process(process: subprocess.Popen[str]) -> None:
     process.terminate()
     try:
         process.wait(STOP_TIMEOUT_S)

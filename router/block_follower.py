@@ -31,6 +31,9 @@ class FollowerState(StrEnum):
     """What is noted is what was resident at the last message."""
 
 
+_ASKED, _LISTING, _LIVE = FollowerState  # looked up once: an attribute of an enum costs as much as a call
+
+
 @dataclass(slots=True)
 class FollowerCounts:
     """Since the session began."""
@@ -54,7 +57,7 @@ class BlockFollower:
     def __init__(self, index: PrefixIndex, ask: Callable[[int], None], now: float) -> None:
         """`ask(number)` sends for a list; it is called here too. `now`: monotonic seconds, as everywhere."""
         self.counts = FollowerCounts()
-        self.state = FollowerState.ASKED
+        self.state = _ASKED
         self.slot = index.add_worker()
         """In the index. Changes with every list."""
         self.num_keys = 0
@@ -83,27 +86,28 @@ class BlockFollower:
         """Raises `ProtocolError` for keys that cannot be, `CapacityError` without memory; nothing may follow then."""
         self.counts.messages += 1
         self._index.maintain()
-        if self.state is FollowerState.ASKED:
+        sequence = message.sequence
+        if self.state is _ASKED:
             if not message.begins or message.list != self._number:
                 self._ask_due |= message.list == self._number  # its beginning was lost
                 self._ask_again(now)
                 return
             self._forget()
-            self.state = FollowerState.LISTING
-        elif message.sequence <= self._sequence:
+            self.state = _LISTING
+        elif sequence <= self._sequence:
             self.counts.repeats += 1
             return
-        elif message.dropped or message.sequence != self._sequence + 1:
+        elif sequence != self._sequence + 1 or message.dropped:
             self.counts.dropped += message.dropped
-            self.counts.gaps += message.sequence != self._sequence + 1
+            self.counts.gaps += sequence != self._sequence + 1
             self._start_over(now)
             return
-        self._sequence = message.sequence
+        self._sequence = sequence
         self._note(message)
         if message.complete:
-            self.state = FollowerState.LIVE
-        if self.state is FollowerState.LIVE:
-            self._check(message, now)
+            self.state = _LIVE
+        if self.state is _LIVE:
+            self._check(message.digest, now)
 
     def close(self) -> None:
         """The worker is gone, and with it all that was noted. Nothing may follow."""
@@ -121,8 +125,8 @@ class BlockFollower:
         self.digest = (self.digest + change) & _MASK
         self.num_keys += num_more
 
-    def _check(self, message: worker_pb2.BlockChanges, now: float) -> None:
-        if message.digest == self.digest or self._index.evictions != self._evictions:
+    def _check(self, digest: int, now: float) -> None:
+        if digest == self.digest or self._index.evictions != self._evictions:
             self._current_at = now
         else:
             self.counts.differences += 1
@@ -130,7 +134,7 @@ class BlockFollower:
 
     def _start_over(self, now: float) -> None:
         """What is noted stays, as the best that is known, until a list begins."""
-        self.state = FollowerState.ASKED
+        self.state = _ASKED
         self._ask_due = True
         self._ask_again(now)
 

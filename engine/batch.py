@@ -21,6 +21,12 @@ class ScheduledSequence:
     samples: bool
     """Whether these tokens end at the last one known, so that the next one is drawn from their last logits."""
 
+    @property
+    def logit_positions(self) -> list[int]:
+        """Of those tokens whose logits are wanted, ascending; before they are computed."""
+        last = self.request.num_computed_tokens + self.num_tokens - 1
+        return [*self.request.untold_positions(self.num_tokens), *([last] if self.samples else [])]
+
 
 @dataclass(frozen=True, slots=True)
 class GrantedBlocks:
@@ -45,9 +51,14 @@ class ScheduledBatch:
 
     @property
     def draws(self) -> list[tuple[int, Request]]:
-        """For each token to be drawn the row of the logits and whose it is."""
-        sampling = [sequence.request for sequence in self.sequences if sequence.samples]
-        return [(row, drawing) for row, request in enumerate(sampling) for drawing in (request, *request.drawing_along)]
+        """For each token to be drawn the row of the logits and whose it is; before the batch is computed."""
+        rows: list[tuple[int, Request]] = []
+        num_rows = 0
+        for sequence in self.sequences:
+            num_rows += len(sequence.logit_positions)
+            if sequence.samples:
+                rows += [(num_rows - 1, drawing) for drawing in (sequence.request, *sequence.request.drawing_along)]
+        return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

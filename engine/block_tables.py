@@ -370,14 +370,14 @@ class BlockTables:
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Never the block of the last token: its logits are wanted, and a block that others share is not written."""
-        if not self._config.enable_prefix_caching:
+        if not self._config.enable_prefix_caching or request.needs_prompt_logits:
             return []
         self._hash_full_blocks(request)
         return self._blocks.lookup(request.block_hashes[: (len(request.token_ids) - 1) // self._config.block_size])
 
     def _cached_on_host(self, request: Request, num_resident: int) -> list[int]:
         """Host slots of what follows the resident prefix."""
-        if self._host is None or not self._config.enable_prefix_caching:
+        if self._host is None or not self._config.enable_prefix_caching or request.needs_prompt_logits:
             return []
         limit = (len(request.token_ids) - 1) // self._config.block_size
         return self._host.lookup(request.block_hashes[num_resident:limit])

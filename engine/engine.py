@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 from engine.adoption import MissingBlock, Reservation
@@ -25,41 +25,22 @@ from engine.block_manager import BlockManager
 from engine.block_names import BlockNames
 from engine.config import CacheConfig, SchedulerConfig
 from engine.engine_stats import EngineStats
-from engine.errors import EngineError, InternalError, RequestError
+from engine.errors import InternalError, RequestError
 from engine.host_tier import HostStats, HostTier
 from engine.kv_cache import KvCache
 from engine.model.decoder import Model
 from engine.model_runner import ModelRunner, check_model_fits_pool
 from engine.parallel_sampling import common_prefix
-from engine.request import FinishReason, Request, RequestKind, RequestStatus
-from engine.sampler import SampledToken, SampleRow, sample
+from engine.prompt_logprobs import prompt_logprobs
+from engine.request import Request, RequestKind, RequestStatus
+from engine.sampler import SampledToken, SampleRow, TokenLogprobs, sample
 from engine.scheduler import Scheduler
+from engine.step_output import RequestUpdate, StepOutput
 from engine.step_rates import StepRates
 
 __all__ = ["Engine", "EngineStats", "MissingBlock", "RequestUpdate", "Reservation", "StepOutput"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
-    """What a step did for one request."""
-
-    request_id: str
-    num_computed_tokens: int
-    """Leading tokens whose KV is complete in the request's blocks."""
-    token: SampledToken | None
-    """None: a chunk of the prompt was computed, or the request failed."""
-    index: int
-    """Output index of `token`; of the next one if there is none. Counts tokens emitted before a resume."""
-    finish_reason: FinishReason | None = None
-    error: EngineError | None = None
-    """The request is over without a finish reason. Of what a link may touch, the blocks stay until `cancel`."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    updates: tuple[RequestUpdate, ...] = ()
 
 
 class Engine:
@@ -115,8 +96,9 @@ class Engine:
             return StepOutput()
         draws = batch.draws
         try:
-            logits = self._runner.forward(batch)  # [sequences that sample, vocab] float32
-            if len(draws) > len(logits):
+            logits = self._runner.forward(batch)  # [positions whose logits are wanted, vocab] float32
+            told = prompt_logprobs(batch, logits)
+            if len(draws) != len(logits):
                 logits = logits[[row for row, _ in draws]]
             tokens = sample(logits, [self._sample_row(request) for _, request in draws])
         except Exception as error:  # noqa: BLE001
@@ -124,7 +106,7 @@ class Engine:
             _log.exception("a step with %d requests failed", len(batch.sequences))
             return self._fail([sequence.request for sequence in batch.sequences], error)
         drawn = {request.request_id: token for (_, request), token in zip(draws, tokens, strict=True)}
-        updates = self._apply(batch, drawn, began)
+        updates = self._apply(batch, drawn, told, began)
         self._rates.record(batch, self._clock() - began)
         return StepOutput(updates)
 
@@ -154,6 +136,8 @@ class Engine:
             self._check_tokens(child.token_ids)
             if child.kind is RequestKind.DECODE:
                 raise InternalError(f"request {child.request_id} needs a reservation: call reserve")
+            if child.prompt_logprobs is not None:
+                raise InternalError(f"request {child.request_id}: prompt_logprobs of a prompt that it does not compute")
             if parent is None:
                 continue
             if (child.scope, child.num_public_tokens) != (parent.scope, parent.num_public_tokens):
@@ -314,7 +298,11 @@ class Engine:
         return SampleRow(params, len(tokens), banned, tokens[:num_prompt], tokens[num_prompt:])
 
     def _apply(
-        self, batch: ScheduledBatch, drawn: Mapping[str, SampledToken | InternalError], began: float
+        self,
+        batch: ScheduledBatch,
+        drawn: Mapping[str, SampledToken | InternalError],
+        told: Mapping[str, tuple[TokenLogprobs, ...]],
+        began: float,
     ) -> tuple[RequestUpdate, ...]:
         updates: list[RequestUpdate] = []
         for sequence in batch.sequences:
@@ -326,7 +314,9 @@ class Engine:
             for request in drawing:
                 if request.first_scheduled is None:
                     request.first_scheduled = began
-                updates.append(self._advance(request, drawn.get(request.request_id)))
+                logprobs = told.get(request.request_id, ())
+                request.num_prompt_logprobs += len(logprobs)
+                updates.append(replace(self._advance(request, drawn.get(request.request_id)), prompt_logprobs=logprobs))
         return tuple(updates)
 
     def _part(self, parent: Request) -> list[Request]:

@@ -21,12 +21,14 @@ class ModelRunner:
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute the batch's tokens and store their KV.
 
-        Returns logits [n, vocab] float32, one row for each sequence that samples, in the order of the batch. Whatever
+        Returns logits [n, vocab] float32, one row for each position that a sequence wants them of, in the order of the
+        batch. Whatever
         the model raises goes through; the KV of the batch's tokens is then undefined, all other KV is untouched.
         """
         with torch.inference_mode():
             logits = self._model.forward(to_forward_batch(batch), self._kv)
-        expected = (sum(sequence.samples for sequence in batch.sequences), self._model.config.vocab_size)
+        num_rows = sum(len(sequence.logit_positions) for sequence in batch.sequences)
+        expected = (num_rows, self._model.config.vocab_size)
         if logits.shape != expected:
             raise InternalError(f"the model gave logits of shape {tuple(logits.shape)}, expected {expected}")
         return logits
@@ -46,8 +48,7 @@ def to_forward_batch(batch: ScheduledBatch) -> ForwardBatch:
         positions += range(start, end)
         query_starts.append(len(token_ids))
         context_lens.append(end)
-        if sequence.samples:
-            sample_rows.append(len(token_ids) - 1)
+        sample_rows += [len(token_ids) - end + position for position in sequence.logit_positions]
     return ForwardBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         positions=torch.tensor(positions, dtype=torch.int64),

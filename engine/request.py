@@ -9,7 +9,7 @@ from engine.adoption import Adoption
 from engine.errors import InternalError, RequestError
 from engine.priority import check_priority
 from engine.routing_key import RunningRoutingKey
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 
 class RequestKind(Enum):
@@ -81,7 +81,12 @@ class Request:
     """A smaller number goes first; in [-8, 8]."""
     num_public_tokens: int = 0
     """Leading tokens of the prompt that are public: full blocks of nothing else are shared by all scopes."""
+    prompt_logprobs: int | None = None
+    """N >= 0: logprobs of the prompt's tokens but the first, and of the N most likely in the place of each. The prompt
+    is then computed whole, whatever is cached of it. Not for DECODE, whose prompt is not computed."""
 
+    num_prompt_logprobs: int = field(default=0, init=False)
+    """Prompt tokens whose logprobs were told."""
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     queue_number: int = field(default=0, init=False)
     """Order of acceptance; the smallest is the oldest. Preemption does not change it."""
@@ -132,6 +137,10 @@ class Request:
                 f"must be in [0, {self.num_prompt_tokens}] (the prompt's), got {self.num_public_tokens}",
             )
         check_priority(self.priority)
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
+            raise RequestError("prompt_logprobs", f"must be in [0, {MAX_LOGPROBS}], got {self.prompt_logprobs}")
+        if self.prompt_logprobs is not None and self.kind is RequestKind.DECODE:
+            raise RequestError("prompt_logprobs", "are the prefill worker's to tell, got a DECODE request")
 
     @property
     def num_output_tokens(self) -> int:
@@ -141,6 +150,17 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        return self.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+
+    def untold_positions(self, num_tokens: int) -> range:
+        """Of the next `num_tokens` to be computed, those whose logits are of a prompt token that was not told yet."""
+        if not self.needs_prompt_logits:
+            return range(0)
+        end = min(self.num_computed_tokens + num_tokens, self.num_prompt_tokens - 1)
+        return range(max(self.num_computed_tokens, self.num_prompt_logprobs), end)
 
     @property
     def draws_along(self) -> bool:

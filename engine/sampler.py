@@ -74,6 +74,12 @@ def sample(
     return [_sample_row(values[i], row, best_ids[i]) for i, row in enumerate(rows)]
 
 
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Of tokens that are known: one for each row of `logits` [n, vocab] float32."""
+    values = logits.numpy()
+    return [_logprobs(values[i], token_id, num_top) for i, token_id in enumerate(token_ids)]
+
+
 def uniform(seed: int, position: int) -> float:
     """The number in [0, 1) that decides the token at `position`; both arguments are below 2^64."""
     counter = (position & 0xFFFFFFFF, position >> 32, 0, 0)

@@ -35,6 +35,8 @@ def node_environment(token: str) -> dict[str, str]:
         "RAY_AUTH_TOKEN": token,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
+        # Else whatever joins, and each process of a Ray client server does, looks for 127.0.0.1 at another address.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # A dead node is noticed within 2 s rather than 15 s: docs/cluster.md, "Joining a Ray".
         "RAY_health_check_period_ms": "500",
         "RAY_health_check_timeout_ms": "1000",

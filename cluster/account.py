@@ -46,11 +46,13 @@ class Account:
             for member in snapshot.members
             if member.report is not None
         )
+        http_address = snapshot.http_address or self.record.http_address
         record = replace(
             self.record,
             ready=snapshot.ready or self.record.ready,
             router_address=snapshot.router_address or self.record.router_address,
-            http_address=snapshot.http_address or self.record.http_address,
+            http_address=http_address,
+            http_url=f"{self._scheme}://{http_address}" if http_address else "",
             members=members,
         )
         if record != self.record:
@@ -82,7 +84,7 @@ class Account:
                 name=record.name,
                 model=record.model,
                 router_address=record.router_address,
-                http_url=f"{self._scheme}://{record.http_address}",
+                http_url=record.http_url,
                 ray_address=record.ray_address,
                 log_path=record.log_path,
                 pid=record.process.pid,

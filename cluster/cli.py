@@ -6,6 +6,7 @@ Knows nothing else, so that `kvrelay --help` loads neither gRPC nor Ray nor torc
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ COMMANDS = {
     "status": Target("cluster.cli_status:status", "Show the router's view of its workers."),
     "generate": Target("cluster.cli_generate:generate", "Answer one prompt."),
     "chat": Target("cluster.cli_chat:chat", "Talk to the model."),
+    "batch": Target("cluster.jobs.batch:batch", "Answer a file of requests, in OpenAI's batch format."),
     "explain": Target("cluster.cli_status:explain", "Show how a recent request was placed, and what happened."),
     "pull": Target("cluster.cli_pull:pull", "Get a model and make it ready to load."),
     "plan": Target("cluster.cli_plan:plan", "Show what fits into memory, for a model and its settings."),
@@ -88,6 +90,13 @@ def one_line(error: EngineError, flags: Mapping[str, str] = MappingProxyType({})
     elif "timeout_s" in flags:  # the API's word, in an advice
         text = text.replace("timeout_s", flags["timeout_s"])
     return " ".join(text.split()) or type(error).__name__
+
+
+def as_command(command: click.Command) -> None:
+    """Run one command by itself as it would run under `kvrelay`; ends the process."""
+    name = command.name or ""
+    assert name in COMMANDS, f"{name} is no command of ours"
+    main(args=[name, *sys.argv[1:]], prog_name="kvrelay")
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

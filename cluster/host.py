@@ -62,7 +62,10 @@ class Host(Protocol):
     """What runs actors."""
 
     def start(self, member_id: str, role: str) -> Handle:
-        """Begin to start the actor of this member, as the newest spec describes its role; returns at once."""
+        """Begin to start the actor of this member, as the newest spec describes its role; returns at once.
+
+        Raises `ActorLost` if it cannot even begin.
+        """
 
     async def lost(self) -> str:
         """Wait until no actor can be asked for anything any more; returns why."""

@@ -19,9 +19,11 @@ from typing import Any, TypeVar
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RaySystemError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config import native_dir
+from cluster.config import control_path, native_dir
 from cluster.events import ROUTER_ID
+from cluster.finders import ROUTER_ACTOR
 from cluster.health import answers, answers_tls
 from cluster.host import ActorLost, ReadyReport
 from cluster.processes import ProcessId, gone
@@ -75,8 +77,9 @@ class RayHost:
 
     def start(self, member_id: str, role: str) -> RayHandle:
         if member_id == ROUTER_ID:
-            needs = self._needs(1, self._spec.router.ray_resource)
-            router = self._create(RouterActor, needs, self._router_config, self._spec.supervision.drain_s)
+            orders_at = str(control_path(self._spec.name))
+            arguments = (self._router_config, self._spec.supervision.drain_s, orders_at)
+            router = self._create(RouterActor, self._router_needs(), *arguments)
             return RayHandle(self, router, pins_ports=True)
         config = self._spec.worker_config(role, member_id, self._model_path, str(native_dir()))
         config = replace(config, cluster_key=self._key)
@@ -90,6 +93,14 @@ class RayHost:
             return {"num_cpus": 0}
         resources = {resource: 1.0} if resource else {}
         return {"num_cpus": num_cpus, "resources": resources, "scheduling_strategy": "SPREAD"}
+
+    def _router_needs(self) -> dict[str, Any]:
+        """By its name clients of Ray find it. It passes orders on to us, so it should run on our node."""
+        needs = self._needs(1, self._spec.router.ray_resource)
+        if not self._spec.router.ray_resource:
+            ours = ray.get_runtime_context().get_node_id()
+            needs["scheduling_strategy"] = NodeAffinitySchedulingStrategy(ours, soft=True)
+        return {**needs, "name": ROUTER_ACTOR}
 
     async def lost(self) -> str:
         return await self._runtime.lost()
@@ -109,7 +120,11 @@ class RayHost:
 
     def _create(self, actor_class: type, needs: Mapping[str, Any], *arguments: object) -> ActorHandle[Any]:
         remote_class: Any = ray.remote(actor_class)
-        actor: ActorHandle[Any] = remote_class.options(max_restarts=0, max_task_retries=0, **needs).remote(*arguments)
+        options = remote_class.options(max_restarts=0, max_task_retries=0, **needs)
+        try:
+            actor: ActorHandle[Any] = options.remote(*arguments)
+        except ValueError as error:  # its name is that of another one, which may be about to end
+            raise ActorLost(f"it cannot be made: {error}") from error
         return actor
 
 

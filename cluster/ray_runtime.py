@@ -25,6 +25,7 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.config import CLUSTER_ID_VARIABLE, make_private
+from cluster.finders import namespace_of
 from cluster.processes import ProcessId, end, gone, marked
 from cluster.ray_node import lean_ray, loopback_ray, ray_messages_to_log
 from cluster.spec import RaySpec
@@ -115,7 +116,7 @@ def _init_local(spec: RaySpec, name: str, folder: Path, num_actors: int) -> tupl
                 include_dashboard=None if spec.helpers else False,
                 num_cpus=num_actors,  # Ray starts as many worker processes at once, before they are asked for
                 object_store_memory=spec.object_store_bytes,
-                namespace=f"kvrelay-{name}",
+                namespace=namespace_of(name),
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 _node_ip_address=LOOPBACK,
@@ -138,7 +139,7 @@ def _join(spec: RaySpec, name: str) -> tuple[str, tuple[ProcessId, ...]]:
     try:
         with loopback_ray() if loopback else nullcontext():
             context = ray.init(
-                address=spec.address, namespace=f"kvrelay-{name}", log_to_driver=False, logging_level=logging.ERROR
+                address=spec.address, namespace=namespace_of(name), log_to_driver=False, logging_level=logging.ERROR
             )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"ray.address: cannot join the Ray at {spec.address}: {error}") from error

@@ -7,23 +7,30 @@ import os
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from cluster.control import send_order
+from engine.errors import EngineError
 from router.config import RouterConfig
 from router.server import RouterServer
 from worker.process import exit_with_raylet, log_to_stderr
 
 
 class RouterActor:
-    def __init__(self, config: RouterConfig, drain_s: float) -> None:
+    def __init__(self, config: RouterConfig, drain_s: float, control_path: str = "") -> None:
+        """`control_path`: where whoever supervises the cluster takes orders."""
         log_to_stderr(config.router_id)
         exit_with_raylet()
         self._server = RouterServer(config)
         self._drain_s = drain_s
+        self._control_path = Path(control_path)
+        self._scheme = "https" if config.tls_cert else "http"
+        self._address = ""
 
     async def start(self) -> dict[str, Any]:
         """Serve; returns the ready report. Raises what `RouterServer.start` raises."""
-        address = await self._server.start()
+        address = self._address = await self._server.start()
         return {
             "worker_id": "router",
             "incarnation": uuid.uuid4().hex,
@@ -56,6 +63,17 @@ class RouterActor:
                 await self._server.registry.wait_idle(worker_id)
                 return True
         return False
+
+    async def describe(self) -> dict[str, Any]:
+        """Where clients reach this router, for one that finds it through Ray."""
+        return {"address": self._address, "http_url": f"{self._scheme}://{self._server.http_address}"}
+
+    async def order(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Pass an order on to whoever supervises the cluster. Returns `done`, or `error` and `kind`."""
+        try:
+            return {"done": await send_order(self._control_path, order)}
+        except EngineError as error:
+            return {"error": str(error), "kind": type(error).__name__}
 
     async def stop(self) -> None:
         """Take no new calls, let the live ones finish within the drain time. Idempotent."""

@@ -57,6 +57,8 @@ class ClusterRecord:
     members: tuple[MemberRecord, ...] = ()
     http_address: str = ""
     """Where HTTP clients connect; empty until the router serves."""
+    http_url: str = ""
+    """The same, with its scheme."""
     ray_processes: tuple[ProcessId, ...] = ()
     """Of a Ray of our own; empty if it joined one."""
 

@@ -175,8 +175,7 @@ class Supervisor:
         for instruction in instructions:
             match instruction:
                 case StartActor(member_id, attempt, role):
-                    life = self._lives[member_id] = _Life(member_id, attempt, self._host.start(member_id, role))
-                    self._spawn(self._live(life))
+                    self._start(member_id, attempt, role)
                 case StopActor(member_id, _):
                     self._spawn(self._end_gently(self._lives[member_id]))
                 case KillActor(member_id, _, reason):
@@ -189,6 +188,15 @@ class Supervisor:
                 case _:
                     return instruction.error
         return None
+
+    def _start(self, member_id: str, attempt: int, role: str) -> None:
+        try:
+            handle = self._host.start(member_id, role)
+        except ActorLost as error:
+            self._events.put_nowait(ActorDied(member_id, attempt, str(error)))
+            return
+        life = self._lives[member_id] = _Life(member_id, attempt, handle)
+        self._spawn(self._live(life))
 
     async def _live(self, life: _Life) -> None:
         member_id, attempt = life.member_id, life.attempt

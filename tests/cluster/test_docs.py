@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from doc_commands import parse_kvrelay, shell_commands
+from doc_commands import blocks, parse_kvrelay, shell_commands
 
+from cluster.connection import ClusterConnection
 from cluster.spec import ClusterSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,3 +34,11 @@ def test_every_field_of_the_spec_is_explained(section: str) -> None:
     assert is_dataclass(kind)
     missing = [field.name for field in fields(kind) if f"{field.name}`" not in PAGE]
     assert missing == []
+
+
+def test_the_python_example_only_uses_what_is_there() -> None:
+    (code,) = blocks(PAGE, "python")
+    called = set(re.findall(r"connected\.(\w+)\(", code))
+    assert called == {"generate", "stream", "submit_batch", "scale"}
+    assert all(hasattr(ClusterConnection, name) for name in called)
+    compile(code, "cluster.md", "exec")

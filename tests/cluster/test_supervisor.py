@@ -102,11 +102,15 @@ class FakeHost:
         self.not_connected = ""
         self.obeys = True
         self.asked_to_drain: list[str] = []
+        self.refuses_once = ""
         self.nothing_runs = asyncio.Event()
         self.nothing_runs.set()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def start(self, member_id: str, role: str) -> Handle:
+        if self.refuses_once:
+            reason, self.refuses_once = self.refuses_once, ""
+            raise ActorLost(reason)
         lives = self.actors.setdefault(member_id, [])
         assert not any(actor.alive for actor in lives), f"two live actors of {member_id}"
         lives.append(FakeActor(self, member_id, len(lives) + 1, self.fails_with.get(member_id)))
@@ -233,6 +237,17 @@ async def test_one_answer_that_is_late_is_forgiven() -> None:
         await watched.task
 
     assert len(host.actors["decode-0"]) == 1
+
+
+async def test_an_actor_that_cannot_even_begin_is_tried_again() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        host.refuses_once = "its name is taken"
+        host.last(ROUTER_ID).die("killed")
+        await watched.ready(router=3)
+        reasons = {member.view.last_reason for snapshot in watched.snapshots for member in snapshot.members}
+        assert reasons == {"", "killed", "its name is taken"}
 
 
 async def test_a_stop_drains_the_router_first_and_leaves_no_actor() -> None:

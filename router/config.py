@@ -92,6 +92,8 @@ class RouterConfig:
     max_outbox: int = 16384
     """Messages that may wait for one worker; one more gives the worker up."""
 
+    max_http_connections: int = 4096
+    """Open at once; one more is told 503 and closed. Too high: descriptors that nobody else has, workers included."""
     max_request_bytes: int = 8 * MIB
     """Of a client's message."""
     body_timeout_s: float = 30.0
@@ -148,6 +150,7 @@ _COUNTS = (
     "max_unread_messages",
     "explain_capacity",
     "max_outbox",
+    "max_http_connections",
     "max_request_bytes",
     "max_prompt_bytes",
     "tokenizer_processes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
@@ -11,10 +12,13 @@ from typing import Any, NoReturn
 from aiohttp import web
 
 from engine.errors import DeadlineExceeded, QueueFull, RequestError
+from router.tenants import ANYBODY, Tenant
 from router.validate import shortened
 
 MAX_TOTAL_BYTES = 64 * 1024 * 1024
 """Of all bodies that are being read, or were read and are not yet a call; or one body, if that may be longer."""
+TENANT_SHARE = 2
+"""Where there are tenants, one of them may have one part in so many of that; or one body."""
 LARGE_BYTES = 256 * 1024
 """Longer bodies are counted before they are parsed, away from the event loop and one at a time."""
 MAX_VALUES = 1024 * 1024
@@ -30,20 +34,23 @@ ENCODINGS = ("identity", "gzip", "deflate")
 class BodyReader:
     """Owns the bytes of the bodies that are in flight.
 
-    Invariant: `_in_flight` is what the `read` blocks that run have taken in.
+    Invariant: `_in_flight` is what the `read` blocks that run have taken in, by tenant.
     """
 
     def __init__(self, max_body_bytes: int, timeout_s: float) -> None:
         self._max_body_bytes = max_body_bytes
         self._max_total = max(MAX_TOTAL_BYTES, max_body_bytes)
         self._timeout_s = timeout_s
-        self._in_flight = 0
+        self._max_share = max(self._max_total // TENANT_SHARE, max_body_bytes)
+        self._in_flight: Counter[str] = Counter()
         self._parsing = asyncio.Lock()
 
     @asynccontextmanager
-    async def read(self, request: web.Request, limit: int | None = None) -> AsyncIterator[Fields]:
+    async def read(
+        self, request: web.Request, tenant: Tenant = ANYBODY, limit: int | None = None
+    ) -> AsyncIterator[Fields]:
         """The JSON object in the body, for use inside the block. A body that says to be over the limit, in bytes, is
-        refused unread. Raises `QueueFull` if too much is in flight."""
+        refused unread. Raises `QueueFull` if too much is in flight, of all or of the tenant."""
         limit = self._max_body_bytes if limit is None else min(limit, self._max_body_bytes)
         if request.content_length is not None and request.content_length > limit:
             raise web.HTTPRequestEntityTooLarge(limit, request.content_length)
@@ -52,25 +59,33 @@ class BodyReader:
             raise RequestError("Content-Encoding", f"must be one of {', '.join(ENCODINGS)}, got {shortened(encoding)}")
         data = bytearray()
         try:
-            await self._receive(request, data, limit)
+            await self._receive(request, tenant, data, limit)
             yield await self._parse(bytes(data))
         finally:
-            self._in_flight -= len(data)
+            self._in_flight[tenant.name] -= len(data)
+            if not self._in_flight[tenant.name]:
+                del self._in_flight[tenant.name]
 
-    async def _receive(self, request: web.Request, data: bytearray, limit: int) -> None:
+    async def _receive(self, request: web.Request, tenant: Tenant, data: bytearray, limit: int) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 while chunk := await request.content.readany():
                     if len(data) + len(chunk) > limit:
                         raise web.HTTPRequestEntityTooLarge(limit, len(data) + len(chunk))
-                    if self._in_flight + len(chunk) > self._max_total:
-                        raise QueueFull(f"the bodies in flight may be {self._max_total} bytes; try again later")
-                    self._in_flight += len(chunk)
+                    self._check_room(tenant, len(chunk))
+                    self._in_flight[tenant.name] += len(chunk)
                     data += chunk
         except TimeoutError:
             raise DeadlineExceeded(f"the request's body did not arrive within {self._timeout_s:g} s") from None
         except web.RequestPayloadError:
+            request.content.feed_eof()  # or aiohttp would read on behind our answer, and log the same error as a fault
             raise RequestError("body", "is not encoded as its Content-Encoding or Transfer-Encoding says") from None
+
+    def _check_room(self, tenant: Tenant, num_bytes: int) -> None:
+        if self._in_flight.total() + num_bytes > self._max_total:
+            raise QueueFull(f"the bodies in flight may be {self._max_total} bytes; try again later")
+        if tenant is not ANYBODY and self._in_flight[tenant.name] + num_bytes > self._max_share:
+            raise QueueFull(f"the bodies in flight of one tenant may be {self._max_share} bytes; try again later")
 
     async def _parse(self, data: bytes) -> Fields:
         if len(data) <= LARGE_BYTES:

@@ -86,7 +86,7 @@ class Routes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         with self._front.limits.hold(request[TENANT], 1):
-            async with self._bodies.read(request) as body:
+            async with self._bodies.read(request, request[TENANT]) as body:
                 message = self._to_tokenize(body)
             token_ids = unpack_tokens(await self._front.tokenize(message, _timeout_s(request)))
         return web.json_response(
@@ -101,7 +101,7 @@ class Routes:
     async def detokenize(self, request: web.Request) -> web.Response:
         longest = self._model.max_model_len
         with self._front.limits.hold(request[TENANT], 1):
-            async with self._bodies.read(request, OTHER_BYTES + TOKEN_ID_BYTES * longest) as body:
+            async with self._bodies.read(request, request[TENANT], OTHER_BYTES + TOKEN_ID_BYTES * longest) as body:
                 validate.check_model(body.text("model"), self._model)
                 token_ids = _request.check_token_ids("tokens", body.get("tokens"), longest)
         validate.check_token_ids("tokens", token_ids, self._model)
@@ -158,7 +158,7 @@ class Routes:
     ) -> tuple[GenerationCall, str]:
         """The call, and what its client calls the model; nothing of the body is kept. Fills `names`, for errors."""
         read = generation.read_chat if api == "chat" else generation.read_completions
-        async with self._bodies.read(request) as body:
+        async with self._bodies.read(request, request[TENANT]) as body:
             names |= generation.names_of(api, body)
             call = read(body, request_id, _timeout_s(request), self._limits(request[TENANT]))
             return call, body.text("model") or self._model.name

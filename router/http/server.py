@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, UnavailableError
 from router.config import RouterConfig
 from router.http.errors import error_response, fault_response, http_error_response
+from router.http.refusal import Refusal
 from router.http.routes import OPEN_PATHS, REQUEST_ID, TENANT, Routes, request_id_of
 from router.metrics import RouterMetrics
 from router.tenants import Tenants
@@ -80,6 +81,10 @@ class HttpServer:
     def _connection(self) -> asyncio.BaseProtocol:
         """Of a client that has some time to ask something; aiohttp would wait for it without end."""
         assert self._runner.server is not None, "it was set up"
+        limit = self._config.max_http_connections
+        if len(self._runner.server.connections) >= limit:
+            error = UnavailableError(f"{limit} HTTP connections are open, the limit; try again later")
+            return Refusal(error_response(error, self._config.retry_after_s), CLOSE_S)
         handler = self._runner.server()
         timer = asyncio.get_running_loop().call_later(self._config.body_timeout_s, self._close_silent, handler)
         self._silent[handler] = timer

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from http_front import BOUND_S, HttpFront
 from openai_schemas import check
@@ -172,6 +173,34 @@ async def test_bodies_in_flight_are_limited_together_and_give_their_bytes_back(
     await front.ok(COMPLETIONS, prompt="a", max_tokens=2, user="x" * 6_000)
 
 
+async def test_one_tenants_bodies_leave_room_for_those_of_another(
+    front: HttpFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_TOTAL_BYTES", 20_000)
+    keys = str(write_tenants(tmp_path / "keys.yaml", acme={}, umbrella={}))
+    await front.start(max_request_bytes=8_000, api_keys=keys)
+    begun, rest = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "a", "max_tokens": 2, "user": "' + b"x" * 6_000
+        begun.set()
+        await rest.wait()
+        yield b'"}'
+
+    body = {"prompt": "a", "max_tokens": 2, "user": "x" * 6_000}
+    first = asyncio.create_task(front.http.post(COMPLETIONS, data=slow(), headers=bearer("acme")).__aenter__())
+    await begun.wait()
+    async with asyncio.timeout(BOUND_S):
+        while (answer := await front.post(COMPLETIONS, bearer("acme"), **body))[0] == 200:
+            pass  # the first body is on its way
+    assert answer[0] == 429
+    assert "of one tenant may be 10000 bytes" in answer[1]["error"]["message"]
+    assert (await front.post(COMPLETIONS, bearer("umbrella"), **body))[0] == 200
+    rest.set()
+    assert (await first).status == 200
+    assert (await front.post(COMPLETIONS, bearer("acme"), **body))[0] == 200
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 async def test_a_tenants_calls_at_once_are_limited_for_tokens_too(front: HttpFront, tmp_path: Path, path: str) -> None:
     keys = write_tenants(tmp_path / "keys.yaml", acme={"max_concurrent_requests": 1})
@@ -187,13 +216,39 @@ async def test_a_tenants_calls_at_once_are_limited_for_tokens_too(front: HttpFro
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "nonsense"])
-async def test_a_body_that_is_not_encoded_as_it_says_is_400(front: HttpFront, encoding: str) -> None:
+async def test_a_body_that_is_not_encoded_as_it_says_is_400(
+    front: HttpFront, encoding: str, caplog: pytest.LogCaptureFixture
+) -> None:
     await front.start()
     headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
     async with front.http.post(COMPLETIONS, data=b'{"prompt": "a"}', headers=headers) as response:
         assert response.status == 400
         if encoding in bodies.ENCODINGS or encoding == "nonsense":
             check("ErrorResponse", await response.json())
+    await front.close()
+    if encoding in bodies.ENCODINGS:  # what it does not know, aiohttp refuses and logs before anybody is asked
+        assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_one_connection_too_many_is_told_503_and_the_others_go_on(front: HttpFront) -> None:
+    await front.start(max_http_connections=1)
+    async with front.open_stream(COMPLETIONS, prompt="a", max_tokens=2) as first:
+        async with front.http.get("/health") as refused:
+            assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+            check("ErrorResponse", error := await refused.json())
+        assert (await first.text()).endswith("data: [DONE]\n\n")
+    assert error["error"]["message"] == "1 HTTP connections are open, the limit; try again later"
+
+
+async def test_a_connection_that_is_closed_makes_room_for_another(front: HttpFront) -> None:
+    await front.start(max_http_connections=1)
+    for _ in range(3):
+        status, _ = await front.get("/health")  # on the connection that is open
+        assert status == 200
+    await front.http.close()
+    async with asyncio.timeout(BOUND_S), aiohttp.ClientSession(front.url) as other:
+        while (await other.get("/health")).status != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_body_that_is_encoded_as_it_says_is_read(front: HttpFront) -> None:

@@ -89,15 +89,17 @@ class PrefixIndex(ABC):
 
     BYTES_PER_KEY: ClassVar[int]
     """No key takes more, its share of a table grown too wide and a set of workers of its own included."""
+    FIXED_BYTES: ClassVar[int] = 0
+    """That an index takes without any key."""
 
     def __init__(self, max_bytes: int, speculation_s: float = 10.0) -> None:
         """`speculation_s`: how long dispatched work counts as resident, at least; at most twice as long.
 
         Raises `ConfigError` if `max_bytes` cannot hold a key in each table.
         """
-        room = max_bytes // self.BYTES_PER_KEY
-        if room < NUM_SHARDS:
-            raise ConfigError(f"the index needs at least {NUM_SHARDS * self.BYTES_PER_KEY} bytes, got {max_bytes}")
+        if max_bytes < self.least_bytes():
+            raise ConfigError(f"the index needs at least {self.least_bytes()} bytes, got {max_bytes}")
+        room = (max_bytes - self.FIXED_BYTES) // self.BYTES_PER_KEY
         self._max_speculative = room // 10
         """In each of two periods."""
         self._max_keys = room - 2 * self._max_speculative
@@ -113,6 +115,10 @@ class PrefixIndex(ABC):
         """Of `maintain`."""
         self._speculation_s = speculation_s
         self._period_ends = 0.0
+
+    @classmethod
+    def least_bytes(cls) -> int:
+        return NUM_SHARDS * cls.BYTES_PER_KEY + cls.FIXED_BYTES
 
     @property
     @abstractmethod

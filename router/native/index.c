@@ -249,7 +249,7 @@ static int search(struct index *x, struct prompt *prompt, size_t num_blocks, str
                 low = probed[i].depth, there = left;
             }
         }
-        while (high - low > 1) {
+        while (high > low + 1) { /* with holes in what is held, `high` may be the lower one */
             const size_t middle = low + (high - low) / 2;
             lanes held;
             const int held_by_some = holders(x, key_at(prompt, middle), &rest, &held);

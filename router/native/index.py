@@ -21,7 +21,6 @@ from router.prefix_index import (
     LONG_KEY,
     MAX_MATCHES,
     MAX_SLOTS,
-    NUM_SHARDS,
     IndexStats,
     Match,
     PackedKeys,
@@ -78,7 +77,7 @@ def load_library(cache: Path) -> NativeLibrary:
     """Built if `cache` lacks it. Raises `NativeUnavailable` saying why there is none, or that it hashes wrongly."""
     library = NativeLibrary(build.load("index.c", cache, folder=SOURCES, flags=_FLAGS, includes=_INCLUDES))
     prompt = RoutingKeys(2**63 + 7, b"scope", bytes(range(256)) * 16, 16, num_public_tokens=200)
-    index = NativeIndex(library, NUM_SHARDS * NativeIndex.BYTES_PER_KEY)
+    index = NativeIndex(library, NativeIndex.least_bytes())
     if index._packed(prompt) != pack_keys(prompt.all_short()):
         raise NativeUnavailable("its routing keys are not those of the xxhash package")
     return library
@@ -100,6 +99,7 @@ class NativeIndex(PrefixIndex):
 
     BYTES_PER_KEY = 144
     """Usual: 22 to 43."""
+    FIXED_BYTES = 256 * 1024
 
     def __init__(self, library: NativeLibrary, max_bytes: int, speculation_s: float = 10.0) -> None:
         """As `PrefixIndex`; also raises `CapacityError` without memory."""

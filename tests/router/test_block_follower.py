@@ -160,7 +160,7 @@ def test_staleness_grows_from_the_last_message_that_was_right(following: Followi
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_the_index_evicts_is_no_difference(implementation: type[PrefixIndex]) -> None:
-    following = Following(implementation, NUM_SHARDS * implementation.BYTES_PER_KEY)
+    following = Following(implementation, implementation.least_bytes())
     keys = list(range(1, 4 * NUM_SHARDS))
     following.listed(*keys)
     assert len(following.known()) < len(keys)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +8,7 @@ from index_implementations import IMPLEMENTATIONS, make
 from key_trees import Path, PathKeys, keys_of, prefixes
 
 from engine.errors import ConfigError, ProtocolError
-from engine.routing_key import RoutingKeys
+from engine.routing_key import SHORT_BITS, RoutingKeys
 from router.prefix_index import (
     MAX_KEYS,
     MAX_MATCHES,
@@ -170,7 +171,7 @@ def test_tables_that_grew_wide_are_packed(index: PrefixIndex) -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_budget_without_room_for_the_tables_is_refused(implementation: type[PrefixIndex]) -> None:
     with pytest.raises(ConfigError, match="at least"):
-        make(implementation, NUM_SHARDS * implementation.BYTES_PER_KEY - 1)
+        make(implementation, implementation.least_bytes() - 1)
 
 
 def test_a_change_tells_what_it_was_in_keys_and_their_sum(index: PrefixIndex) -> None:
@@ -210,6 +211,21 @@ def test_prompts_are_looked_up_by_their_tokens(index: PrefixIndex, block_size: i
     assert index.lookup(other, 0.0) == (
         [Match(num_public_tokens // block_size, 1 << slot)] if num_public_tokens else []
     )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_with_holes_in_what_is_held_both_find_the_same_and_look_at_keys_of_the_prompt_only(seed: int) -> None:
+    """As after an eviction."""
+    rng = random.Random(seed)
+    keys = [rng.getrandbits(SHORT_BITS) for _ in range(60)]
+    found = []
+    for implementation in IMPLEMENTATIONS:
+        index, draw = make(implementation, 8 * MIB), random.Random(seed)
+        for _ in range(40):
+            index.store(index.add_worker(), draw.sample(keys, draw.randrange(60)))
+        index.store(index.add_worker(), keys[:1])
+        found.append([index.lookup(PackedKeys(keys[:n]), 0.0) for n in range(61)])
+    assert found[0] == found[1]
 
 
 def test_a_dispatched_prompt_counts_at_each_of_its_workers(index: PrefixIndex) -> None:

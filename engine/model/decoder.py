@@ -52,10 +52,11 @@ class LayerWeights:
 class DecoderWeights:
     """Owns the parameters. Fused ones are one tensor of which the checkpoint's tensors are slices."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        """Allocates without values: the loader fills `parts`."""
-        self._config = config
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> None:
+        """Allocates without values: the loader fills `parts`. On the device `meta` there are shapes only."""
+        self.config = config
         self._dtype = dtype
+        self._device = device
         self._q_rows = config.num_heads * config.head_dim
         self._kv_rows = config.num_kv_heads * config.head_dim
         self.embedding = self._empty(config.vocab_size, config.hidden_size)
@@ -68,7 +69,7 @@ class DecoderWeights:
     def parts(self) -> dict[str, torch.Tensor]:
         """Where each tensor of a Hugging Face checkpoint belongs; all together they are every parameter, once."""
         parts = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
-        if not self._config.tie_word_embeddings:
+        if not self.config.tie_word_embeddings:
             parts["lm_head.weight"] = self.lm_head
         for i, layer in enumerate(self.layers):
             named = self._parts_of_layer(layer)
@@ -78,7 +79,7 @@ class DecoderWeights:
     @property
     def ignored(self) -> frozenset[str]:
         """Endings of names that checkpoints hold beside the parameters: what we compute, or a tied head again."""
-        tied = {"lm_head.weight"} if self._config.tie_word_embeddings else set()
+        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
         return frozenset({"rotary_emb.inv_freq"} | tied)
 
     def _parts_of_layer(self, layer: LayerWeights) -> dict[str, torch.Tensor | None]:
@@ -87,7 +88,7 @@ class DecoderWeights:
         biases = [None] * 3 if layer.qkv_bias is None else torch.split(layer.qkv_bias, sizes)
         gate, up = layer.gate_up.chunk(2)
         # With norms behind attention and MLP, that behind attention has the name that the MLP's has without.
-        before_mlp = "pre_feedforward_layernorm" if self._config.post_norms else "post_attention_layernorm"
+        before_mlp = "pre_feedforward_layernorm" if self.config.post_norms else "post_attention_layernorm"
         return {
             "input_layernorm.weight": layer.input_norm,
             "self_attn.q_proj.weight": q,
@@ -108,10 +109,10 @@ class DecoderWeights:
         }
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=self._dtype)
+        return torch.empty(*shape, dtype=self._dtype, device=self._device)
 
     def _empty_layer(self) -> LayerWeights:
-        config = self._config
+        config = self.config
         hidden, inner, qkv_rows = config.hidden_size, config.intermediate_size, self._q_rows + 2 * self._kv_rows
         return LayerWeights(
             input_norm=self._empty(hidden),

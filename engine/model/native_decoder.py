@@ -8,8 +8,6 @@ the last bit: the tokens of a request do not depend on how it was batched, chunk
 from __future__ import annotations
 
 import ctypes
-import mmap
-from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -19,22 +17,13 @@ from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.errors import InternalError
 from engine.kv_cache import KvCache
-from engine.model.decoder import DecoderWeights, embedding_scale, soft_cap
+from engine.model.decoder import embedding_scale, soft_cap
 from engine.model.layers import inverse_frequencies, local_frequencies
+from engine.model.packed_weights import PACKED, PLAIN, PackedWeights
 from engine.native.decoder import MAX_HEAD_DIM, TILE, BatchParts, LayerParts, ModelParts, NativeDecoder
 
 _LANES = 16
 """Floats of the widest register: sizes are multiples of it."""
-_PACKED = ("qkv", "attention_out", "gate_up", "down")
-_PLAIN = (
-    "input_norm",
-    "mlp_norm",
-    "qkv_bias",
-    "q_norm",
-    "k_norm",
-    "post_attention_norm",
-    "post_mlp_norm",
-)
 _POSITIONS = 1024
 """By how many positions the table of rotations grows."""
 
@@ -54,24 +43,21 @@ def obstacle(config: ModelConfig, dtype: str, kv_dtype: str) -> str | None:
 
 
 class NativeModel:
-    """A `Model`. Owns its packed weights; those that it was made from are not needed afterwards."""
+    """A `Model`. Owns its packed weights."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, decoder: NativeDecoder, num_threads: int) -> None:
+    def __init__(self, config: ModelConfig, weights: PackedWeights, decoder: NativeDecoder, num_threads: int) -> None:
         self.config = config
         self._decoder = decoder
         self._num_threads = num_threads
-        self._kept: list[torch.Tensor] = []
+        self._weights = weights
+        addresses = weights.addresses
         self._layers = (LayerParts * config.num_layers)()
-        for parts, layer in zip(self._layers, weights.layers, strict=True):
-            for name in _PACKED:
-                setattr(parts, name, self._pack(getattr(layer, name)))
-            for name in _PLAIN:
-                if (tensor := getattr(layer, name)) is not None:
-                    setattr(parts, name, self._keep(tensor))
+        for i, parts in enumerate(self._layers):
+            for name in (*PACKED, *PLAIN):
+                setattr(parts, name, addresses.get(f"{i}.{name}"))
         if config.local is not None:
             for i in config.local.layers:
                 self._layers[i].window, self._layers[i].rotation = config.local.window, 1
-        embedding = self._pack(weights.embedding)
         self._model = ModelParts(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -85,9 +71,9 @@ class NativeModel:
             scale=config.score_scale,
             norm_offset=config.norm_offset,
             embedding_scale=embedding_scale(config, torch.bfloat16),
-            embedding=embedding,
-            final_norm=self._keep(weights.final_norm),
-            lm_head=embedding if config.tie_word_embeddings else self._pack(weights.lm_head),
+            embedding=addresses["embedding"],
+            final_norm=addresses["final_norm"],
+            lm_head=addresses["embedding" if config.tie_word_embeddings else "lm_head"],
             layers=ctypes.addressof(self._layers),
         )
         self._frequencies = (inverse_frequencies(config), local_frequencies(config))
@@ -152,17 +138,6 @@ class NativeModel:
             num_positions = -(-longest // _POSITIONS) * _POSITIONS
             self._rotations = torch.stack([_rotations(num_positions, each) for each in self._frequencies])
 
-    def _keep(self, tensor: torch.Tensor) -> int:
-        self._kept.append(tensor.contiguous())
-        return self._kept[-1].data_ptr()
-
-    def _pack(self, weight: torch.Tensor) -> int:  # [rows, columns]
-        rows, columns = weight.shape
-        packed = _large_pages(-(-rows // TILE) * TILE * columns)
-        weight = weight.contiguous()
-        self._decoder.pack_weight(weight.data_ptr(), packed.data_ptr(), rows, columns)
-        return self._keep(packed)
-
 
 def _rotations(num_positions: int, frequencies: torch.Tensor) -> torch.Tensor:
     angles = torch.arange(num_positions).unsqueeze(-1) * frequencies  # float64, so that all machines round alike
@@ -171,12 +146,3 @@ def _rotations(num_positions: int, frequencies: torch.Tensor) -> torch.Tensor:
 
 def _int32(values: list[int]) -> npt.NDArray[np.int32]:
     return np.array(values, dtype=np.int32)
-
-
-def _large_pages(count: int) -> torch.Tensor:
-    """`count` values of bfloat16 in memory that asks for large pages: a step reads all weights once."""
-    memory = mmap.mmap(-1, 2 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # only a hint: the kernel may be built without it
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.bfloat16)

@@ -10,8 +10,9 @@ from engine.config import DTYPE_BYTES
 from engine.errors import ConfigError
 from engine.model.decoder import DecoderModel, DecoderWeights, Model
 from engine.model.native_decoder import NativeModel
+from engine.model.packed_weights import load_packed
 from engine.model.weights import load_weights
-from engine.model_config import load_model_config
+from engine.model_config import load_model_config, weights_digest
 from engine.native.decoder import NativeDecoder
 
 
@@ -25,8 +26,13 @@ def load_model(folder: Path, dtype: str, decoder: NativeDecoder | None = None, n
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {dtype!r}")
     config = load_model_config(folder)  # refuses what the one decoder we have cannot do
-    weights = DecoderWeights(config, getattr(torch, dtype))
-    load_weights(folder, weights.parts(), weights.ignored)
-    if decoder is not None:
-        return NativeModel(config, weights, decoder, num_threads)
-    return DecoderModel(config, weights)
+
+    def load() -> DecoderWeights:
+        weights = DecoderWeights(config, getattr(torch, dtype))
+        load_weights(folder, weights.parts(), weights.ignored)
+        return weights
+
+    if decoder is None:
+        return DecoderModel(config, load())
+    packed = load_packed(folder, weights_digest(folder), config, load, decoder)
+    return NativeModel(config, packed, decoder, num_threads)

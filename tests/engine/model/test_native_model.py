@@ -18,6 +18,7 @@ from engine.batch import ForwardBatch
 from engine.config import LocalLayers, ModelConfig, RopeScaling
 from engine.errors import InternalError
 from engine.model.native_decoder import NativeModel, obstacle
+from engine.model.packed_weights import pack
 from engine.model.registry import load_model
 from engine.native.decoder import NativeDecoder, load_decoder
 
@@ -41,7 +42,8 @@ def rounded(tensors: Tensors) -> Tensors:
 
 
 def runner(config: ModelConfig, decoder: NativeDecoder, *, num_threads: int = 1, block_size: int = 16) -> PagedRunner:
-    model = NativeModel(config, weights_of(config, random_tensors(config), "bfloat16"), decoder, num_threads)
+    weights = pack(config, weights_of(config, random_tensors(config), "bfloat16"), decoder)
+    model = NativeModel(config, weights, decoder, num_threads)
     return PagedRunner(model, block_size=block_size, num_blocks=400, dtype="bfloat16")
 
 
@@ -109,7 +111,7 @@ def test_random_shapes_of_random_families_are_as_near_as_the_reference(seed: int
         model_of(config, tensors, "bfloat16"), block_size=block_size, num_blocks=400, dtype="bfloat16"
     )
     native = PagedRunner(
-        NativeModel(config, weights_of(config, tensors, "bfloat16"), decoder, seed % 3 + 1),
+        NativeModel(config, pack(config, weights_of(config, tensors, "bfloat16"), decoder), decoder, seed % 3 + 1),
         block_size=block_size,
         num_blocks=400,
         dtype="bfloat16",

@@ -1,0 +1,178 @@
+"""All parameters of a model as the native decoder reads them, in one piece of memory.
+
+That is memory of this process, or a file beside the weights, made by the first worker of a machine and mapped by
+all. The file is good for one checkpoint, one configuration and one packing, which its name says, and holds a digest of
+its bytes: one that is damaged is made again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import torch
+import xxhash
+
+from engine.config import ModelConfig
+from engine.model.decoder import DecoderWeights
+from engine.native.decoder import TILE, NativeDecoder
+
+logger = logging.getLogger(__name__)
+
+PACKED = ("qkv", "attention_out", "gate_up", "down")
+PLAIN = ("input_norm", "mlp_norm", "qkv_bias", "q_norm", "k_norm", "post_attention_norm", "post_mlp_norm")
+_VERSION = b"kvrelay.packed.v1"
+"""To be raised when the packing changes (`linear.h`), or the order of the parameters here."""
+_PREFIX = ".kvrelay-packed-"
+_HEADER_BYTES = mmap.ALLOCATIONGRANULARITY
+_DIGEST_BYTES = 16
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Where each parameter is: `embedding`, `lm_head` unless tied, `final_norm`, and `N.NAME` of layer N."""
+
+    addresses: dict[str, int]
+    memory: mmap.mmap
+    """Owns them."""
+
+
+def pack(config: ModelConfig, weights: DecoderWeights, decoder: NativeDecoder) -> PackedWeights:
+    """In memory of this process, which asks for large pages: a step reads all weights once."""
+    places, size = _places(config, weights)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # only a hint: the kernel may be built without it
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    packed = PackedWeights(_addresses(memory, 0, places), memory)
+    _fill(packed, weights, decoder)
+    return packed
+
+
+def load_packed(
+    folder: Path,
+    checkpoint: bytes,
+    config: ModelConfig,
+    load: Callable[[], DecoderWeights],
+    decoder: NativeDecoder,
+) -> PackedWeights:
+    """From the file beside the weights in `folder`, which is made if it is not there or damaged; where that cannot be,
+    in memory of this process. `load` reads the weights, whose digest is `checkpoint`."""
+    path = folder / f"{_PREFIX}{_key(checkpoint, config)}.bin"
+    places, size = _places(config, DecoderWeights(config, torch.bfloat16, device="meta"))
+    if (memory := _open(path, size)) is not None:
+        return PackedWeights(_addresses(memory, _HEADER_BYTES, places), memory)
+    weights = load()
+    try:
+        _make(path, config, weights, decoder, places, size)
+    except OSError as error:
+        logger.info("packed weights are not shared: %s cannot be made: %s", path, error.strerror or error)
+        return pack(config, weights, decoder)
+    if (memory := _open(path, size)) is None:  # another process took it away meanwhile
+        return pack(config, weights, decoder)
+    return PackedWeights(_addresses(memory, _HEADER_BYTES, places), memory)
+
+
+def _key(checkpoint: bytes, config: ModelConfig) -> str:
+    return sha256(b"\0".join((_VERSION, checkpoint, repr(config).encode(), str(TILE).encode()))).hexdigest()[:32]
+
+
+def _parameters(config: ModelConfig, weights: DecoderWeights) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Name, values, and whether they are packed; in the order in which a step reads them."""
+    yield "embedding", weights.embedding, True
+    for i, layer in enumerate(weights.layers):
+        for name in (*PLAIN, *PACKED):
+            if (tensor := getattr(layer, name)) is not None:
+                yield f"{i}.{name}", tensor, name in PACKED
+    yield "final_norm", weights.final_norm, False
+    if not config.tie_word_embeddings:
+        yield "lm_head", weights.lm_head, True
+
+
+def _places(config: ModelConfig, weights: DecoderWeights) -> tuple[dict[str, int], int]:
+    """Offset of each parameter, and the bytes of all."""
+    places, end = {}, 0
+    for name, tensor, is_packed in _parameters(config, weights):
+        places[name] = end
+        rows = -(-tensor.shape[0] // TILE) * TILE if is_packed else tensor.shape[0]
+        size = 2 * rows * (tensor.shape[1] if is_packed else 1)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return places, end
+
+
+def _addresses(memory: mmap.mmap, start: int, places: dict[str, int]) -> dict[str, int]:
+    first = np.frombuffer(memory, np.uint8, 1, start).ctypes.data
+    return {name: first + offset for name, offset in places.items()}
+
+
+def _fill(packed: PackedWeights, weights: DecoderWeights, decoder: NativeDecoder) -> None:
+    for name, tensor, is_packed in _parameters(weights.config, weights):
+        values = tensor.contiguous()
+        if is_packed:
+            decoder.pack_weight(values.data_ptr(), packed.addresses[name], *values.shape)
+        else:
+            ctypes.memmove(packed.addresses[name], values.data_ptr(), 2 * values.numel())
+
+
+def _make(
+    path: Path,
+    config: ModelConfig,
+    weights: DecoderWeights,
+    decoder: NativeDecoder,
+    places: dict[str, int],
+    size: int,
+) -> None:
+    """Under its name it is whole or not at all. Of processes that make it at once the first one's stays."""
+    unfinished = path.with_name(f"{path.name}.{uuid4().hex}")
+    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        os.posix_fallocate(descriptor, 0, _HEADER_BYTES + size)  # a full disk is an error here, and a signal later
+        with mmap.mmap(descriptor, _HEADER_BYTES + size) as memory:
+            _fill(PackedWeights(_addresses(memory, _HEADER_BYTES, places), memory), weights, decoder)
+            memory[: len(_VERSION)] = _VERSION
+            memory[_HEADER_BYTES - _DIGEST_BYTES : _HEADER_BYTES] = _digest(memory)
+        with suppress(FileExistsError):
+            os.link(unfinished, path)
+        for old in path.parent.glob(f"{_PREFIX}*.bin"):
+            if old != path:
+                old.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+        unfinished.unlink(missing_ok=True)
+
+
+def _open(path: Path, size: int) -> mmap.mmap | None:
+    """The file, mapped; None if it is not there, or damaged: then it is gone."""
+    try:
+        with path.open("rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError:
+        return None
+    except ValueError:  # it is empty
+        memory = None
+    if memory is not None and _is_whole(memory, size):
+        return memory
+    logger.warning("%s is damaged, and made again", path)
+    path.unlink(missing_ok=True)
+    return None
+
+
+def _is_whole(memory: mmap.mmap, size: int) -> bool:
+    if len(memory) != _HEADER_BYTES + size or memory[: len(_VERSION)] != _VERSION:
+        return False
+    return _digest(memory) == memory[_HEADER_BYTES - _DIGEST_BYTES : _HEADER_BYTES]
+
+
+def _digest(memory: mmap.mmap) -> bytes:
+    with memoryview(memory) as view, view[_HEADER_BYTES:] as parameters:
+        return xxhash.xxh3_128_digest(parameters)

@@ -26,15 +26,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 tools: $(VENV)/.tools
 
 $(VENV)/.tools: $(VENV)/.installed
-	@echo "installing the tools of checks and tests, about 30 MB to download"
+	@echo "installing the tools of checks and tests, about 230 MB to download (200 of them Triton)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,tools]'
 	@touch $@
 
 demo: venv
 	$(PY) -m cluster demo
 
+# Without the slow ones: `pytest tests/engine/kernels` runs those too.
 test: tools check
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not slow"
 
 explore: venv
 	$(PY) -m tests.explore --schedules 1000000

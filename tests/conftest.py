@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,11 @@ import torch
 from factories import HarnessFactory
 from model_fixture import smollm2_folder as smollm2_folder
 from scheduler_model import PolicyFactory
+
+
+def pytest_configure() -> None:
+    """Triton decides when it is imported whether kernels run in its interpreter: here always, with a GPU or without."""
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,7 +33,7 @@ $(VENV)/.tools: $(VENV)/.installed
 demo: venv
 	$(PY) -m cluster demo
 
-# Without the slow ones: `pytest tests/engine/kernels` runs those too.
+# Without the slow ones: `pytest tests/engine/kernels tests/engine/cuda` runs those too.
 test: tools check
 	$(PY) -m pytest -m "not slow"
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from engine.cuda.memory import CudaHostCopies, CudaKvCache
+from engine.host_tier import BlockMover
 from engine.kv_cache import KvCache
 
 
 def copy_block(kv: KvCache, source: int, target: int) -> None:
     """All layers, and scales where there are any: a block is one piece of memory."""
-    kv.block(target)[:] = kv.block(source)
+    if isinstance(kv, CudaKvCache):
+        kv.copy_block(source, target)
+    else:
+        kv.block(target)[:] = kv.block(source)
+
+
+def host_copies(kv: KvCache) -> BlockMover | None:
+    """What moves blocks between the pool and its host memory; None if it has none."""
+    if isinstance(kv, CudaKvCache):
+        return CudaHostCopies(kv) if kv.num_host_blocks else None
+    return None if kv.host is None else HostCopies(kv, kv.host)
 
 
 class HostCopies:

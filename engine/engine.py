@@ -18,7 +18,7 @@ from functools import partial
 
 from engine.adoption import MissingBlock, Reservation
 from engine.batch import GrantedBlocks, ScheduledBatch
-from engine.block_copy import HostCopies, copy_block
+from engine.block_copy import copy_block, host_copies
 from engine.block_events import EventBatch, Snapshot
 from engine.block_hash import BlockIdentity
 from engine.block_manager import BlockManager
@@ -379,6 +379,5 @@ class Engine:
 
 
 def _host_tier(kv: KvCache) -> HostTier | None:
-    if kv.host is None:
-        return None
-    return HostTier(kv.host.num_blocks, kv.layout.block_bytes, HostCopies(kv, kv.host))
+    copies = host_copies(kv)
+    return None if copies is None else HostTier(kv.num_host_blocks, kv.layout.block_bytes, copies)

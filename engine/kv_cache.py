@@ -63,12 +63,10 @@ class KvCache:
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = memoryview(memory)
         by_block = torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, layout.block_bytes)
-        values = by_block[:, : layout.values_bytes]
-        self.pool = values.view(_DTYPES[layout.dtype]).view(num_blocks, *layout.shape)
+        self.pool, self.scales = kv_views(by_block, layout)
         """[blocks, layers, 2 (K, V), kv_heads, block_size, head_dim]: contiguous inside a block, and as a whole unless
         scales stand between the blocks."""
-        self.scales = _scales(by_block, layout)
-        """[blocks, layers, 2 (K, V), kv_heads] float32, in a quantized type: see `engine.kernels.quantized`."""
+        # Scales: [blocks, layers, 2 (K, V), kv_heads] float32, in a quantized type; see `engine.kernels.quantized`.
         self.host: KvCache | None = None
         """Host memory: as the pool of a worker without a GPU is in it too, it is one more pool."""
         if num_host_blocks:
@@ -77,6 +75,10 @@ class KvCache:
             except ConfigError:
                 self.close()
                 raise
+
+    @property
+    def num_host_blocks(self) -> int:
+        return 0 if self.host is None else self.host.num_blocks
 
     @property
     def address(self) -> int:
@@ -117,14 +119,17 @@ class KvCache:
         self.fd = None
 
 
-def _scales(
+def kv_views(
     by_block: torch.Tensor,  # [blocks, block_bytes] uint8
     layout: KvLayout,
-) -> torch.Tensor | None:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`pool` and `scales` of a cache in these bytes."""
+    values = by_block[:, : layout.values_bytes]
+    pool = values.view(_DTYPES[layout.dtype]).view(len(by_block), *layout.shape)
     if not layout.quantized:
-        return None
+        return pool, None
     scales = by_block[:, layout.scales_offset : layout.scales_offset + layout.scales_bytes]
-    return scales.view(torch.float32).view(len(by_block), *layout.scales_shape)
+    return pool, scales.view(torch.float32).view(len(by_block), *layout.scales_shape)
 
 
 def _check_physical_memory(nbytes: int) -> None:

@@ -207,7 +207,6 @@ def prefill_kernel(
     query_start = tl.load(query_starts_ptr + s)
     num_queries = tl.load(query_starts_ptr + s + 1) - query_start
     context_len = tl.load(context_lens_ptr + s)
-
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)[None, :]
     query = first_query + rows // GROUP
     heads = head * GROUP + rows % GROUP
@@ -218,15 +217,12 @@ def prefill_kernel(
     q = tl.load(q_ptr + at * q_row_stride + heads[:, None] * q_head_stride + dims, mask=mask, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
-    peak = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    peak, total = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
     end = tl.minimum(first_position + ROWS // GROUP, context_len)
     first_seen = tl.maximum(first_position - window + 1, 0)
     begin = first_seen // TILE * TILE
-    kv_ptr += head * head_stride
-    scales_ptr += head
-    tables_ptr += s * table_stride
+    kv_ptr, scales_ptr, tables_ptr = kv_ptr + head * head_stride, scales_ptr + head, tables_ptr + s * table_stride
     if not WINDOWED:
         # Every query of the tile sees these keys, so nothing is masked.
         unmasked_end = (first_position + 1) // TILE * TILE

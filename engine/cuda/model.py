@@ -1,0 +1,108 @@
+"""A `Model` on a GPU: decode steps by captured graphs, everything else launched kernel by kernel."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from engine.batch import ForwardBatch
+from engine.cuda.decoder import GpuDecoder, StepTensors
+from engine.cuda.device import Device, Replay
+from engine.cuda.inputs import DecodeInputs
+from engine.cuda.plan import GraphKey, InputLayout, decode_buckets, graph_key
+from engine.kernels.triton_paged import DecodePart, step_parts
+from engine.kv_cache import KvCache
+
+
+class GpuModel:
+    """Logits come to the host, where tokens are drawn; a step waits for them and for nothing else.
+
+    A graph is captured when a step first needs it, and is bound to `kv`: there is one pool for each `GpuModel`.
+    """
+
+    def __init__(self, decoder: GpuDecoder, kv: KvCache, device: Device, max_num_seqs: int, max_model_len: int) -> None:
+        self.config = decoder.config
+        self._decoder = decoder
+        self._kv = kv
+        self._device = device
+        self._buckets = decode_buckets(max_num_seqs)
+        self._block_size = kv.layout.block_size
+        self._inputs = DecodeInputs(
+            InputLayout(max_num_seqs, -(-max_model_len // self._block_size)), self._block_size, device
+        )
+        vocab = self.config.vocab_size
+        self._logits = device.pinned(max_num_seqs * vocab * 4).view(torch.float32).view(max_num_seqs, vocab)
+        self._graphs: dict[GraphKey, Replay] = {}
+
+    @property
+    def captured(self) -> frozenset[GraphKey]:
+        return frozenset(self._graphs)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
+        """See `Model`. The logits are good until the next call."""
+        assert kv is self._kv, "graphs were captured over another pool"
+        decoded = self._decode(batch)
+        logits = self._decoder.forward(self._eager(batch), kv) if decoded is None else decoded
+        if not batch.sample_rows:
+            return self._logits[:0]
+        if decoded is not None:
+            num_seqs = len(batch.context_lens)
+            logits = logits[:num_seqs] if len(batch.sample_rows) == num_seqs else logits[batch.sample_rows]
+        into = self._logits[: len(logits)]
+        self._device.download(logits, into)
+        return into
+
+    def _decode(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Logits of every row of the bucket, by a graph; None if this is no decode step, or none of a size we have."""
+        if any(end - start != 1 for start, end in pairwise(batch.query_starts)):
+            return None
+        key = graph_key(len(batch.context_lens), max(batch.context_lens), self._buckets, self._decoder.split_keys)
+        if key is None:
+            return None
+        self._inputs.fill(batch, key.bucket)
+        if key not in self._graphs:
+            step = self._step(key)
+            self._graphs[key] = self._device.capture(lambda: self._decoder.forward(step, self._kv))
+        return self._graphs[key]()
+
+    def _step(self, key: GraphKey) -> StepTensors:
+        field, bucket = self._inputs.field, key.bucket
+        return StepTensors(
+            token_ids=field("token_ids", bucket),
+            positions=field("positions", bucket),
+            slot_blocks=field("slot_blocks", bucket),
+            slot_offsets=field("slot_offsets", bucket),
+            decode=DecodePart(
+                field("block_tables", bucket),
+                field("context_lens", bucket),
+                field("rows", bucket),
+                key.splits * self._decoder.split_keys,
+            ),
+            prefill=None,
+            sample_rows=None,
+        )
+
+    def _eager(self, batch: ForwardBatch) -> StepTensors:
+        on_device = self._decoder.device
+        tables = [
+            torch.tensor(table[: -(-context_len // self._block_size)], dtype=torch.int32)
+            for table, context_len in zip(batch.block_tables, batch.context_lens, strict=True)
+        ]
+        ordinals = batch.positions // self._block_size
+        slot_blocks = [
+            table[ordinals[start:end]] for table, (start, end) in zip(tables, pairwise(batch.query_starts), strict=True)
+        ]
+        decode, prefill = step_parts(
+            tables, batch.query_starts, batch.context_lens, self._decoder.queries_per_tile(self._kv), on_device
+        )
+        return StepTensors(
+            token_ids=batch.token_ids.to(on_device),
+            positions=batch.positions.to(on_device),
+            slot_blocks=torch.cat(slot_blocks).long().to(on_device),
+            slot_offsets=(batch.positions % self._block_size).to(on_device),
+            decode=decode,
+            prefill=prefill,
+            sample_rows=torch.tensor(batch.sample_rows, dtype=torch.int64).to(on_device),
+        )

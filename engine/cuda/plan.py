@@ -1,0 +1,115 @@
+"""What a GPU worker decides from numbers: sizes of pool and buffers, which captured graph a step takes. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+from engine.kernels.attention_plan import num_splits_for
+
+_ALIGNMENT = 16
+_SMALL_BATCHES = (1, 2, 4)
+_BATCH_STEP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes of one card, as measured."""
+
+    total: int
+    used_by_others: int
+    """Before our weights were loaded: other processes, and what CUDA itself takes."""
+    peak: int
+    """Most that this process had allocated for weights and for the largest step."""
+
+
+def pool_bytes(memory: GpuMemory, gpu_memory_utilization: float, graph_bytes: int, block_bytes: int) -> int:
+    """For KV: what `gpu_memory_utilization` of the card leaves beside all that was measured, and the graphs.
+
+    Raises `ConfigError` naming the setting if that is less than one block.
+    """
+    if not 0.0 < gpu_memory_utilization <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
+    taken = memory.used_by_others + memory.peak + graph_bytes
+    left = int(memory.total * gpu_memory_utilization) - taken
+    if left < block_bytes:
+        raise ConfigError(
+            f"gpu_memory_utilization {gpu_memory_utilization} of {memory.total} bytes leaves {max(0, left)} for KV "
+            f"beside {taken} for weights, a step, graphs and other processes: a block needs {block_bytes}"
+        )
+    return left
+
+
+def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes that decode graphs are captured for: close together where a row more costs most."""
+    sizes = [*_SMALL_BATCHES, *range(_BATCH_STEP, max_num_seqs + 1, _BATCH_STEP), max_num_seqs]
+    return tuple(sorted({size for size in sizes if size <= max_num_seqs}))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """A captured decode step serves every batch of up to `bucket` sequences that need up to `splits` splits."""
+
+    bucket: int
+    splits: int
+
+
+def graph_key(num_seqs: int, longest: int, buckets: Sequence[int], split_keys: int) -> GraphKey | None:
+    """The smallest graph for a decode step; None if the batch is larger than any, so it runs without one.
+
+    Splits are rounded up to a power of two: few graphs, and a split that is empty costs a launch of nothing.
+    """
+    bucket = next((size for size in buckets if size >= num_seqs), None)
+    if bucket is None:
+        return None
+    return GraphKey(bucket, 1 << (num_splits_for(longest, None, split_keys) - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    name: str
+    offset: int
+    """Bytes from the start of the buffer, aligned."""
+    width: int
+    """Bytes of a value: 8 or 4, both signed integers."""
+    columns: int
+    """Values of each row."""
+
+    def end(self, num_rows: int) -> int:
+        return self.offset + num_rows * self.columns * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class InputLayout:
+    """Everything that a decode step reads of its batch, in one buffer: one copy to the GPU for a step.
+
+    Fields have a row for each sequence. Block tables stand last, as they are nearly all of it: a step copies up to the
+    end of the rows that it has.
+    """
+
+    max_num_seqs: int
+    max_blocks: int
+    """Of a sequence."""
+
+    def fields(self) -> dict[str, Field]:
+        fields, offset = {}, 0
+        for name, width, columns in (
+            ("token_ids", 8, 1),
+            ("positions", 8, 1),
+            ("slot_blocks", 8, 1),
+            ("slot_offsets", 8, 1),
+            ("context_lens", 4, 1),
+            ("rows", 4, 1),
+            ("block_tables", 4, self.max_blocks),
+        ):
+            fields[name] = Field(name, offset, width, columns)
+            offset = -(-fields[name].end(self.max_num_seqs) // _ALIGNMENT) * _ALIGNMENT
+        return fields
+
+    @property
+    def nbytes(self) -> int:
+        return self.fields()["block_tables"].end(self.max_num_seqs)
+
+    def used_bytes(self, num_rows: int) -> int:
+        return self.fields()["block_tables"].end(num_rows)

@@ -5,6 +5,8 @@ likely pass a number. Halving the range of a float32's bits finds that logit in 
 L2; tokens of one logit count in the order of their ids. Random bits are those of `engine.philox`, to the last one.
 Weights are float32 here and float64 there, their sums float64 in both: the token differs only where the draw falls
 within about 1e-6 of the border between two.
+
+Bans, min-p, penalties and biases are no business of these kernels: they are changes of the logits, made before.
 """
 
 from __future__ import annotations

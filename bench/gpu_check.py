@@ -1,28 +1,109 @@
-"""What of kvrelay runs on this machine's GPUs?
+"""What of kvrelay runs on this machine's GPU, is it right, and how near is it to what the card can do?
 
-`python -m bench.gpu_check [--json]`
+`python -m bench.gpu_check [--json] [--only PART] [--rehearse]`
 
-Nothing yet: the engine's kernels are plain PyTorch on CPU memory, and no link uses NCCL. The command exists so that
-`make gpu-check` says so, with the cards and versions it found, instead of passing in silence.
+Needs a CUDA card, torch, triton and this repository's `engine` and `kv_transfer`: no model, no Ray. Meant to take less
+than 8 minutes. The parts, each of which runs whether others fail or not:
+
+  kernels    attention against float64, all others against the CPU, for the types of activations and KV
+  parity     prompts, chunks and decode steps of a model with random weights against the CPU in float32
+  attention  decode at 32 x 4k as a share of measured copy bandwidth, prefill at 8k of the measured matrix rate, beside
+             torch's SDPA and FlashInfer where that is installed
+  graphs     a decode step by CUDA graph, without one, and the part of it in which the card waits
+  link       two workers on this card: blocks from pool to pool on the card against a plain copy, and a prompt's KV
+             over a link, after which the second worker draws the first one's tokens
+
+Exit status: 0 all goals met, 1 something failed or missed its goal, 2 there is no card and so nothing was run.
+
+`--rehearse` runs the same code with tiny shapes on the CPU in Triton's interpreter, so that a card is not the first to
+see it; it measures nothing, and its figures of speed have no goals.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
 import click
-import torch
 
-from bench.report import Report
+from bench.report import Goal, Report
+
+PARTS = ("kernels", "parity", "attention", "graphs", "link")
+GOALS = (
+    Goal("parts_failed", "==", 0),
+    Goal("kernel_checks_failed", "==", 0),
+    Goal("parity_tokens_differing", "==", 0),
+    Goal("link_tokens_differing", "==", 0),
+    Goal("decode_attention_copy_share", ">=", 0.8),
+    Goal("prefill_attention_matrix_share", ">=", 0.6),
+    Goal("decode_step_launch_overhead", "<=", 0.05),
+    Goal("pool_to_pool_copy_share", ">=", 0.9),
+)
+NO_CARD = 2
 
 
-@click.command(help="Check the GPU path, as far as there is one.")
+@click.command(help="Check and measure the GPU path on this machine's card.")
+@click.option("--only", "parts", type=click.Choice(PARTS), multiple=True, default=PARTS, help="One part; repeatable.")
+@click.option("--rehearse", is_flag=True, help="Tiny shapes on the CPU, in Triton's interpreter.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
-def main(as_json: bool) -> None:
-    report = Report("gpu_check")
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    report.figures = {"cuda_devices": cards, "checks_run": 0}
-    report.notes = [f"{torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}" for index in range(cards)]
-    report.notes.append("no check was run: there are no CUDA kernels and no NCCL links in this version")
+def main(parts: tuple[str, ...], rehearse: bool, as_json: bool) -> None:
+    if rehearse:
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    import torch
+
+    if not rehearse and not torch.cuda.is_available():
+        click.echo(
+            "gpu_check: no CUDA card is here, so nothing was run (--rehearse tries the code on the CPU)", err=True
+        )
+        sys.exit(NO_CARD)
+    goals = [goal for goal in GOALS if goal.op == "==" or not rehearse]
+    report = Report("gpu_check", goals)
+    report.notes.append(_versions(rehearse))
+    failed = 0
+    for part in parts:
+        began = time.monotonic()
+        try:
+            _run(part, rehearse)(report)
+        except ModuleNotFoundError as error:
+            report.notes.append(f"{part}: not run, {error.name} is not installed")
+            failed += 1
+        except Exception:  # noqa: BLE001
+            # edge: a new card, driver or compiler may raise anything, and must cost one part only
+            report.notes.append(f"{part}: FAILED\n{traceback.format_exc(limit=-6)}")
+            failed += 1
+        report.notes.append(f"{part}: {time.monotonic() - began:.0f} s")
+    report.figures["parts_failed"] = failed
     report.print(as_json)
+    if any(not goal.met(report.figures[goal.name]) for goal in goals if goal.name in report.figures):
+        sys.exit(1)
+
+
+def _run(part: str, rehearse: bool) -> Callable[[Report], None]:
+    from bench import gpu_kernels, gpu_link, gpu_parity, gpu_speed
+    from bench.gpu_bench import Bench
+
+    bench = Bench.on_cpu() if rehearse else Bench.on_card()
+    return {
+        "kernels": lambda report: gpu_kernels.check(report, bench),
+        "parity": lambda report: gpu_parity.check(report, bench),
+        "attention": lambda report: gpu_speed.measure_attention(report, bench),
+        "graphs": lambda report: gpu_speed.measure_graphs(report, bench),
+        "link": lambda report: gpu_link.check(report, bench),
+    }[part]
+
+
+def _versions(rehearse: bool) -> str:
+    import torch
+    import triton
+
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    if rehearse:
+        return f"REHEARSAL on the CPU: no figure here is a measurement; {versions}"
+    card, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
+    return f"{card} (1 of {count} used), CUDA {torch.version.cuda}; {versions}; more than one card: not run"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 Replay = Callable[[], torch.Tensor]
+_cuda: Any = torch.cuda  # streams and events have no types in torch
 
 
 class Device(Protocol):
@@ -42,9 +43,8 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         self._device = torch.device("cuda", index)
         torch.cuda.set_device(self._device)
-        self._copies: Any = torch.cuda.Stream(self._device)
-        self._copied: Any = torch.cuda.Event()
-        self._downloaded: Any = torch.cuda.Event()
+        self._copies = _cuda.Stream(self._device)
+        self._copied, self._downloaded = _cuda.Event(), _cuda.Event()
         self._graph_memory: Any = None
 
     @property
@@ -55,13 +55,13 @@ class CudaDevice:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> Replay:
-        warm_up: Any = torch.cuda.Stream(self._device)
+        warm_up = _cuda.Stream(self._device)
         warm_up.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warm_up):
             for _ in range(2):  # compiles kernels, and lets cuBLAS take its workspace
                 run()
         torch.cuda.current_stream().wait_stream(warm_up)
-        graph: Any = torch.cuda.CUDAGraph()
+        graph = _cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_memory):
             out = run()
         self._graph_memory = graph.pool()  # one graph runs at a time, so all may use the same memory
@@ -81,7 +81,7 @@ class CudaDevice:
         self._downloaded.synchronize()
 
     def copy_aside(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        compute: Any = torch.cuda.current_stream()
+        compute = _cuda.current_stream()
         self._copies.wait_stream(compute)
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)

@@ -33,25 +33,28 @@ class GpuModel:
         )
         vocab = self.config.vocab_size
         self._logits = device.pinned(max_num_seqs * vocab * 4).view(torch.float32).view(max_num_seqs, vocab)
-        self._graphs: dict[GraphKey, Replay] = {}
-
-    @property
-    def captured(self) -> frozenset[GraphKey]:
-        return frozenset(self._graphs)
+        self.graphs: dict[GraphKey, Replay] = {}
+        """Captured so far."""
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
         """See `Model`. The logits are good until the next call."""
         assert kv is self._kv, "graphs were captured over another pool"
-        decoded = self._decode(batch)
-        logits = self._decoder.forward(self._eager(batch), kv) if decoded is None else decoded
-        if not batch.sample_rows:
-            return self._logits[:0]
-        if decoded is not None:
-            num_seqs = len(batch.context_lens)
-            logits = logits[:num_seqs] if len(batch.sample_rows) == num_seqs else logits[batch.sample_rows]
+        logits = self._decode(batch)
+        if logits is None:
+            return self.forward_eagerly(batch, kv)
+        num_seqs = len(batch.context_lens)
+        return self._to_host(logits[:num_seqs] if len(batch.sample_rows) == num_seqs else logits[batch.sample_rows])
+
+    @torch.inference_mode()
+    def forward_eagerly(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
+        """The same without a graph, whatever the batch."""
+        return self._to_host(self._decoder.forward(self._eager(batch), kv))
+
+    def _to_host(self, logits: torch.Tensor) -> torch.Tensor:
         into = self._logits[: len(logits)]
-        self._device.download(logits, into)
+        if len(logits):
+            self._device.download(logits, into)
         return into
 
     def _decode(self, batch: ForwardBatch) -> torch.Tensor | None:
@@ -62,10 +65,10 @@ class GpuModel:
         if key is None:
             return None
         self._inputs.fill(batch, key.bucket)
-        if key not in self._graphs:
+        if key not in self.graphs:
             step = self._step(key)
-            self._graphs[key] = self._device.capture(lambda: self._decoder.forward(step, self._kv))
-        return self._graphs[key]()
+            self.graphs[key] = self._device.capture(lambda: self._decoder.forward(step, self._kv))
+        return self.graphs[key]()
 
     def _step(self, key: GraphKey) -> StepTensors:
         field, bucket = self._inputs.field, key.bucket

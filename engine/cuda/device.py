@@ -36,6 +36,12 @@ class Device(Protocol):
     def wait_for_copies(self) -> None:
         """For those aside, and nothing else."""
 
+    def measure(self, run: Callable[[], object]) -> int:
+        """The most bytes that this process has allocated at once while `run` ran, what there was before included."""
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the card."""
+
 
 class CudaDevice:
     """One GPU of this machine. One thread uses it."""
@@ -92,12 +98,10 @@ class CudaDevice:
         self._copied.synchronize()
 
     def measure(self, run: Callable[[], object]) -> int:
-        """The most bytes that this process has allocated at once while `run` ran, what there was before included."""
         torch.cuda.reset_peak_memory_stats(self._device)
         run()
         return int(torch.cuda.max_memory_allocated(self._device))
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the card."""
         free, total = torch.cuda.mem_get_info(self._device)
         return int(free), int(total)

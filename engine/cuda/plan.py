@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.kernels.attention_plan import num_splits_for
 
@@ -39,6 +40,17 @@ def pool_bytes(memory: GpuMemory, gpu_memory_utilization: float, graph_bytes: in
             f"beside {taken} for weights, a step, graphs and other processes: a block needs {block_bytes}"
         )
     return left
+
+
+def decode_step_bytes(config: ModelConfig, num_seqs: int, dtype_bytes: int) -> int:
+    """What the captured decode steps hold for their results: all share the memory of the largest.
+
+    Twice what its tensors take at once: torch's allocator hands out whole segments.
+    """
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    short = config.hidden_size * 2 + heads * config.head_dim + 3 * config.intermediate_size + config.vocab_size
+    full = config.hidden_size + config.vocab_size
+    return 2 * num_seqs * (short * dtype_bytes + full * 4)
 
 
 def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ from engine.cuda.device import Replay
 class StandIn:
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.free, self.total, self.peak = 900_000, 1_000_000, 300_000
+        """Bytes that it says there are, and that a step took."""
         self.torch_device = torch.device("cpu")
 
     def pinned(self, nbytes: int) -> torch.Tensor:
@@ -42,3 +44,11 @@ class StandIn:
 
     def wait_for_copies(self) -> None:
         self.calls.append("wait for copies")
+
+    def measure(self, run: Callable[[], object]) -> int:
+        self.calls.append("measure")
+        run()
+        return self.peak
+
+    def memory(self) -> tuple[int, int]:
+        return self.free, self.total

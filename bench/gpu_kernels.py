@@ -49,6 +49,8 @@ def _errors(bench: Bench) -> Iterator[tuple[str, float]]:
                 for heads, head_dim in ((9, 3), 64), ((32, 8), 128), ((8, 4), 256), ((4, 4), 96):
                     if bench.tiny and (dtype != torch.float16 or head_dim != 64):
                         continue
+                    if dtype == torch.float32 and head_dim > 64:
+                        continue  # tiles are made for 16 bits: these would not fit into shared memory
                     name = f"attention {dtype} KV {kv_dtype} heads {heads} of {head_dim} {scoring}"
                     yield from attention_errors(name, bench, dtype, kv_dtype, heads, head_dim, scoring)
         yield from _layer_errors(bench, dtype)

@@ -38,7 +38,7 @@ class GpuModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
-        """See `Model`. The logits are good until the next call."""
+        """See `Model`. The logits may be overwritten by the next call."""
         assert kv is self._kv, "graphs were captured over another pool"
         logits = self._decode(batch)
         if logits is None:
@@ -52,6 +52,8 @@ class GpuModel:
         return self._to_host(self._decoder.forward(self._eager(batch), kv))
 
     def _to_host(self, logits: torch.Tensor) -> torch.Tensor:
+        if len(logits) > len(self._logits):
+            return logits.cpu()  # of a prompt's tokens, for their logprobs: rare, and may be many
         into = self._logits[: len(logits)]
         if len(logits):
             self._device.download(logits, into)
@@ -59,8 +61,8 @@ class GpuModel:
 
     def _decode(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Logits of every row of the bucket, by a graph; None if this is no decode step, or none of a size we have."""
-        if any(end - start != 1 for start, end in pairwise(batch.query_starts)):
-            return None
+        if not batch.sample_rows or any(end - start != 1 for start, end in pairwise(batch.query_starts)):
+            return None  # without a download nobody would wait for the upload, and the buffer is written next time
         key = graph_key(len(batch.context_lens), max(batch.context_lens), self._buckets, self._decoder.split_keys)
         if key is None:
             return None

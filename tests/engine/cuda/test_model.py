@@ -143,3 +143,23 @@ def test_a_sequence_that_does_not_fit_the_buffers_is_refused_before_anything_is_
     with pytest.raises(InternalError, match="17 blocks"):
         pair.step((128, 129))
     assert pair.device.calls == []
+
+
+def test_a_decode_step_that_draws_nothing_takes_no_graph_as_nobody_would_wait_for_its_inputs() -> None:
+    pair = Pair(TINY)
+    pair.step((0, 1), samples=False)
+    assert pair.device.calls == []
+
+
+def test_logits_of_more_tokens_than_sequences_are_all_given() -> None:
+    pair = Pair(TINY)
+    batch = ForwardBatch(
+        token_ids=torch.arange(5),
+        positions=torch.arange(5),
+        query_starts=[0, 5],
+        context_lens=[5],
+        block_tables=[pair.tables[0]],
+        sample_rows=[0, 1, 2, 3, 4],
+    )
+    ours, theirs = pair.model.forward(batch, pair.kv), pair.oracle.forward(batch, pair.host_kv)
+    torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)

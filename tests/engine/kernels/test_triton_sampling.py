@@ -79,8 +79,8 @@ def test_draws_from_all_tokens() -> None:
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.8}])
 def test_draws_from_the_most_likely_tokens_with_ties(params: dict[str, float]) -> None:
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2)).mul_(2).round_()
-    rows = [row(seed, temperature=1.5, **params) for seed in range(3)]
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(2)).mul_(2).round_()
+    rows = [row(seed, temperature=1.5, **params) for seed in range(2)]
     assert drawn(logits, rows) == expected(logits, rows)
 
 

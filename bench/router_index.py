@@ -23,6 +23,7 @@ from bench.router_index_load import (
     INDEX_BYTES,
     PROMPT_BLOCKS,
     SPECULATION_S,
+    SYSTEM_BLOCKS,
     OurDecision,
     OurIndex,
     conversations,
@@ -64,8 +65,9 @@ def main(as_json: bool, count: int, rounds: int, soak_events: int, kills: int) -
     report.notes.append(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     measure_memory(report, count)
     soak(report, soak_events)
-    start_warm(report, num_blocks=count * PROMPT_BLOCKS)
-    restart(report, count * PROMPT_BLOCKS, kills)
+    num_blocks = count * (PROMPT_BLOCKS - SYSTEM_BLOCKS)
+    start_warm(report, num_blocks)
+    restart(report, num_blocks, kills)
     compare(report, count, rounds)
     report.notes.append(f"load at the end: {os.getloadavg()[0]:.1f}")
     report.print(as_json)

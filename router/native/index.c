@@ -127,7 +127,7 @@ static int drop(struct index *x, uint32_t slot, uint64_t key, uint64_t hash, uin
     struct table *const t = x->tables + RESIDENT;
     struct entry *const entry = find(t, key, hash);
     if (!entry || !holds(&x->sets, entry->set, slot)) return OK;
-    const uint32_t set = set_with(&x->sets, entry->set, slot, 0);
+    const uint32_t set = entry->set <= MAX_SLOTS ? 0 : set_with(&x->sets, entry->set, slot, 0);
     if (set == FAILED) return NO_MEMORY;
     if (set) {
         release(&x->sets, entry->set);

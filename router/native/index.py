@@ -144,7 +144,7 @@ class NativeIndex(PrefixIndex):
         self._turn_period(now)
         if isinstance(keys, PackedKeys):
             count = self._lookup_packed(self._handle, keys.packed, len(keys), self._found_at)
-        elif isinstance(keys, RoutingKeys) and _is_hashed(keys):
+        elif isinstance(keys, RoutingKeys) and keys.num_first_bytes >= _MIN_HASHED:
             count = self._lookup(self._handle, *keys.native_arguments(), self._found_at)
             if count < 0:
                 raise _no_memory()
@@ -158,7 +158,7 @@ class NativeIndex(PrefixIndex):
         self._library.set_alive(self._handle, slots.to_bytes(_SET_BYTES, "little"))
 
     def _packed(self, prompt: RoutingKeys) -> bytes:
-        if not _is_hashed(prompt):
+        if prompt.num_first_bytes < _MIN_HASHED:
             return super()._packed(prompt)
         keys = ctypes.create_string_buffer(max(1, len(prompt) * SHORT_BYTES))
         if self._library.keys(self._handle, *prompt.native_arguments(), ctypes.addressof(keys)) < 0:
@@ -219,10 +219,6 @@ class NativeIndex(PrefixIndex):
     def _check_tables(self, known: int) -> None:
         wrong = self._library.check(self._handle, known.to_bytes(_SET_BYTES, "little"))
         assert wrong is None, wrong.decode()
-
-
-def _is_hashed(keys: RoutingKeys) -> bool:
-    return keys.num_first_bytes >= _MIN_HASHED
 
 
 def _no_memory() -> CapacityError:

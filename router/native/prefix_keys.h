@@ -61,33 +61,30 @@ INLINE uint64_t avalanche(uint64_t h) {
     return h ^ h >> 32;
 }
 
-/* Of the lower and the upper half of each lane: compilers do not see that one multiplication is enough. */
-INLINE void add_products(lanes *acc, const lanes *mixed) {
-#if defined(__AVX2__)
-    for (int half = 0; half < 2; half++) {
-        __m256i lower, sum;
-        memcpy(&lower, (const uint8_t *)mixed + 32 * half, sizeof lower);
-        memcpy(&sum, (uint8_t *)acc + 32 * half, sizeof sum);
-        sum = _mm256_add_epi64(sum, _mm256_mul_epu32(lower, _mm256_srli_epi64(lower, 32)));
-        memcpy((uint8_t *)acc + 32 * half, &sum, sizeof sum);
+/* `count` stripes, from the secret's beginning plus 8 bytes for each. */
+INLINE void accumulate(lanes *acc, const uint8_t *data, const uint8_t *key, size_t count) {
+#if defined(__AVX2__) /* compilers do not see that one multiplication of 32 bits is enough */
+    __m256i sums[2];
+    memcpy(sums, acc, sizeof sums);
+    for (; count; count--, data += STRIPE, key += 8) {
+        for (int half = 0; half < 2; half++) {
+            const __m256i value = _mm256_loadu_si256((const __m256i *)data + half);
+            const __m256i mixed = _mm256_xor_si256(value, _mm256_loadu_si256((const __m256i *)key + half));
+            const __m256i product = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
+            const __m256i swapped = _mm256_shuffle_epi32(value, _MM_SHUFFLE(1, 0, 3, 2));
+            sums[half] = _mm256_add_epi64(sums[half], _mm256_add_epi64(product, swapped));
+        }
     }
+    memcpy(acc, sums, sizeof sums);
 #else
-    *acc += (*mixed & 0xFFFFFFFF) * (*mixed >> 32);
+    for (; count; count--, data += STRIPE, key += 8) {
+        for (int i = 0; i < 8; i++) {
+            const uint64_t value = get64(data + 8 * i), mixed = value ^ get64(key + 8 * i);
+            (*acc)[i ^ 1] += value;
+            (*acc)[i] += (mixed & 0xFFFFFFFF) * (mixed >> 32);
+        }
+    }
 #endif
-}
-
-INLINE void accumulate(lanes *acc, const uint8_t *data, const uint8_t *key) {
-    lanes value, mixed;
-    memcpy(&value, data, sizeof value);
-    memcpy(&mixed, key, sizeof mixed);
-    mixed ^= value;
-#if defined(__clang__)
-    const lanes swapped = __builtin_shufflevector(value, value, 1, 0, 3, 2, 5, 4, 7, 6);
-#else
-    const lanes swapped = __builtin_shuffle(value, (lanes){1, 0, 3, 2, 5, 4, 7, 6});
-#endif
-    *acc += swapped;
-    add_products(acc, &mixed);
 }
 
 INLINE void scramble(lanes *acc, const uint8_t *secret) {
@@ -141,17 +138,17 @@ static uint64_t key_of(struct hashed *h, size_t length) {
     for (; h->num_states <= rounds; h->num_states++) {
         lanes acc = h->states[h->num_states - 1];
         const uint8_t *const data = h->data + (h->num_states - 1) * ROUND;
-        for (int i = 0; i < STRIPES; i++) accumulate(&acc, data + STRIPE * i, h->secret + 8 * i);
+        accumulate(&acc, data, h->secret, STRIPES);
         scramble(&acc, h->secret);
         h->states[h->num_states] = acc;
     }
     const size_t first = rounds * STRIPES, stripes = (length - 1) / STRIPE;
     const int goes_on = h->last_stripes > first && h->last_stripes <= stripes;
     lanes acc = goes_on ? h->last : h->states[rounds];
-    for (size_t i = goes_on ? h->last_stripes : first; i < stripes; i++)
-        accumulate(&acc, h->data + STRIPE * i, h->secret + 8 * (i - first));
+    const size_t next = goes_on ? h->last_stripes : first;
+    accumulate(&acc, h->data + STRIPE * next, h->secret + 8 * (next - first), stripes - next);
     h->last = acc, h->last_stripes = stripes;
-    accumulate(&acc, h->data + length - STRIPE, h->secret + LAST_KEY);
+    accumulate(&acc, h->data + length - STRIPE, h->secret + LAST_KEY, 1);
     uint64_t high = ~(length * P64_2);
     for (int i = 0; i < 8; i += 2)
         high += fold(acc[i] ^ get64(h->secret + HIGH_KEY + 8 * i), acc[i + 1] ^ get64(h->secret + HIGH_KEY + 8 * i + 8));

@@ -9,7 +9,7 @@ import ctypes
 import logging
 import secrets
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,9 @@ class NativeLibrary:
         raise AttributeError(f"index.c has no {name}")
 
 
-def load_library(cache: Path) -> NativeLibrary:
+def load_library(cache: Path, flags: Sequence[str] = _FLAGS) -> NativeLibrary:
     """Built if `cache` lacks it. Raises `NativeUnavailable` saying why there is none, or that it hashes wrongly."""
-    library = NativeLibrary(build.load("index.c", cache, folder=SOURCES, flags=_FLAGS, includes=_INCLUDES))
+    library = NativeLibrary(build.load("index.c", cache, folder=SOURCES, flags=flags, includes=_INCLUDES))
     prompt = RoutingKeys(2**63 + 7, b"scope", bytes(range(256)) * 16, 16, num_public_tokens=200)
     index = NativeIndex(library, NativeIndex.least_bytes())
     if index._packed(prompt) != pack_keys(prompt.all_short()):

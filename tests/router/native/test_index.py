@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from index_implementations import library, make
 from engine.block_hash import pack_tokens
 from engine.native import build
 from engine.routing_key import KEY_BYTES, SHORT_BITS, RoutingKeys
-from router.native.index import NativeIndex, make_index
+from router.native.index import NativeIndex, load_library, make_index
 from router.prefix_index import pack_keys
 
 ROOT = Path(__file__).parents[3]
@@ -57,10 +58,13 @@ def test_its_routing_keys_are_those_of_the_rule(vector: dict[str, Any]) -> None:
     assert make(NativeIndex, 1 << 20)._packed(prompt) == pack_keys(expected)
 
 
+@pytest.mark.parametrize("flags", [(*build.C_FLAGS, build.THIS_CPU), build.C_FLAGS], ids=["this CPU", "any CPU"])
 @pytest.mark.parametrize("block_size", [1, 2, 8, 16, 32, 300])
 @pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
-def test_it_hashes_prompts_of_any_length_like_the_xxhash_package(seed: int, block_size: int) -> None:
-    index = make(NativeIndex, 1 << 20)
+def test_it_hashes_prompts_of_any_length_like_the_xxhash_package(
+    seed: int, block_size: int, flags: Sequence[str]
+) -> None:
+    index = NativeIndex(load_library(build.default_cache(), flags), 1 << 20)
     for num_tokens in (0, 1, 60, 61, 700, 1501):
         for scope, num_public_tokens in ((b"", 0), (b"x" * 40, 37), (b"tenant", 1400)):
             tokens = bytes(n * 7 % 251 for n in range(4 * num_tokens))

@@ -197,8 +197,9 @@ class Lane:
             layout=LAYOUT,
         )
         sender.open(key, ticket, time.monotonic() + DEADLINE_S)
+        lasting = 1 if self._layout == LAYOUT else None  # what is flipped in a source is undone behind its transfer
         for block, source in zip(blocks, sources, strict=True):
-            sender.send(key, [OutgoingBlock(block.ordinal, source, block.hash)])
+            sender.send(key, [OutgoingBlock(block.ordinal, source, block.hash, (), lasting)])
         if self._rng.random() < 0.05:
             sender.abort(key)
         sender.finish(key)

@@ -75,17 +75,10 @@ bench: venv
 # Several gigabytes, in .venv-peers: only for comparing with other systems.
 bench-peers: venv
 	$(PY) -m bench.peers
-	python3 -m venv .venv-links
-	.venv-links/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy
-	.venv-links/bin/pip install --quiet --disable-pip-version-check --no-deps \
-		nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
-	@cd .venv-links && apt-get download -qq libibverbs1 libnl-3-200 libnl-route-3-200 \
-		&& for package in *.deb; do dpkg -x $$package debian; done \
-		|| echo "mooncake is left out: it runs only with libibverbs1, from Debian"
 	$(PY) -m bench.transfer
 
 gpu-check: venv
 	$(PY) -m bench.gpu_check
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-links .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .pytest_cache .mypy_cache .ruff_cache .hypothesis

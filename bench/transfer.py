@@ -16,11 +16,9 @@ Peers run in an environment of their own (`make bench-peers`), in the same way a
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import queue
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
@@ -30,8 +28,9 @@ from dataclasses import dataclass, field, replace
 
 import click
 
+from bench import peers
 from bench.local_system import LocalSystem
-from bench.report import REPOSITORY, Goal, Report, median_spread
+from bench.report import Goal, Report, median_spread
 from bench.transfer_pair import GEOMETRIES, SenderProcess, Transfer, block_hash, copier, fill, identity, scattered
 from cluster.config import default_model_dir
 from engine.errors import InternalError, TransferError
@@ -55,7 +54,6 @@ GOALS = (
 )
 COUNTS = (1, 32, 256)
 POOL_BLOCKS = 320
-PEERS_PYTHON = REPOSITORY / ".venv-links" / "bin" / "python"
 PEERS_TIMEOUT_S = 600
 WAIT_S = 60.0
 PROMPT_TOKENS = 2048
@@ -254,29 +252,11 @@ def measure_exposed(report: Report, model: str, runs: int) -> None:
 
 
 def measure_peers(report: Report) -> None:
-    if not PEERS_PYTHON.exists():
-        report.notes.append("peers were not measured: `make bench-peers` installs them")
-        return
     for peer in ("nixl", "mooncake"):
-        command = [str(PEERS_PYTHON), str(REPOSITORY / "bench" / "transfer_peers.py"), peer]
         try:
-            done = subprocess.run(
-                command, env=peers_environment(), capture_output=True, text=True, timeout=PEERS_TIMEOUT_S, check=True
-            )
-        except subprocess.TimeoutExpired:
-            report.notes.append(f"{peer} was not measured: no end within {PEERS_TIMEOUT_S} s")
-            continue
-        except subprocess.CalledProcessError as error:
-            report.notes.append(f"{peer} was not measured: {error.stderr.strip()[-200:]}")
-            continue
-        figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-        report.figures.update(figures)
-
-
-def peers_environment() -> dict[str, str]:
-    unpacked = PEERS_PYTHON.parents[1] / "debian"
-    folders = [str(folder) for folder in sorted(unpacked.glob("**/*-linux-gnu"))]
-    return {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
+            report.figures.update(peers.ask(peer, "transfer_engines.py", [peer], PEERS_TIMEOUT_S))
+        except peers.PeerMissing as error:
+            report.notes.append(f"{peer} was not measured: {error}")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ does not run, is a note in the report of a benchmark, never a guess.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ class Peer:
     """How to install one: the arguments of each call of pip, in order."""
 
     steps: tuple[tuple[str, ...], ...]
+    debian: tuple[str, ...] = ()
+    """Packages whose libraries it loads, unpacked beside it; they need not be installed."""
 
 
 PEERS = {
@@ -49,7 +52,23 @@ PEERS = {
             ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
         )
     ),
+    # Without what they ask for: that is CUDA.
+    "nixl": Peer((("install", "torch==2.13.0", "numpy"), ("install", "--no-deps", "nixl-cu12==1.5.1"))),
+    "mooncake": Peer(
+        (("install", "--no-deps", "mooncake-transfer-engine-non-cuda==0.3.13.post1"),),
+        debian=("libibverbs1", "libnl-3-200", "libnl-route-3-200"),
+    ),
 }
+
+
+def unpacked(name: str) -> Path:
+    """Where the Debian packages of a peer are."""
+    return ENVIRONMENTS / name / "debian"
+
+
+def _environment(name: str) -> dict[str, str]:
+    folders = sorted(str(folder) for folder in unpacked(name).glob("**/*-linux-gnu"))
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)} if folders else dict(os.environ)
 
 
 def ask(name: str, script: str, arguments: Sequence[str] = (), timeout_s: float = 300.0) -> Any:
@@ -62,7 +81,9 @@ def ask(name: str, script: str, arguments: Sequence[str] = (), timeout_s: float 
         raise PeerMissing(f"{name} is not installed (make bench-peers)")
     command = [str(python), str(_SCRIPTS / script), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, env=_environment(name), capture_output=True, text=True, timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired:
         raise PeerMissing(f"{name} did not end within {timeout_s:g} s") from None
     if done.returncode:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import venv
+from pathlib import Path
 
 import click
 
-from bench.peers import ENVIRONMENTS, PEERS
+from bench.peers import ENVIRONMENTS, PEERS, unpacked
 
 
 @click.command(help="Install the peers that benchmarks compare with, each into an environment of its own.")
@@ -28,6 +29,19 @@ def install(name: str) -> bool:
         done = subprocess.run([folder / "bin" / "pip", "--quiet", "--disable-pip-version-check", *step], check=False)
         if done.returncode:
             return False
+    return all(_unpack(package, unpacked(name)) for package in PEERS[name].debian)
+
+
+def _unpack(package: str, folder: Path) -> bool:
+    """Whether a Debian package's files lie in `folder` now."""
+    folder.mkdir(exist_ok=True)
+    try:
+        subprocess.run(["apt-get", "download", "-qq", package], cwd=folder, check=True)
+        for archive in folder.glob(f"{package}_*.deb"):
+            subprocess.run(["dpkg", "-x", archive, folder], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        click.echo(f"{package}, from Debian: {error}")
+        return False
     return True
 
 

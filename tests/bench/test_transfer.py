@@ -36,9 +36,12 @@ def test_a_ratio_is_of_medians_and_a_share_is_of_the_whole() -> None:
 
 
 def test_peers_that_are_not_installed_are_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("bench.transfer.PEERS_PYTHON", tmp_path / "nowhere")
+    monkeypatch.setattr("bench.peers.ENVIRONMENTS", tmp_path)
     report = Report("transfer")
     measure_peers(report)
 
-    assert report.notes == ["peers were not measured: `make bench-peers` installs them"]
+    assert report.notes == [
+        "nixl was not measured: nixl is not installed (make bench-peers)",
+        "mooncake was not measured: mooncake is not installed (make bench-peers)",
+    ]
     assert report.figures == {}

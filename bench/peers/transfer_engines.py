@@ -1,8 +1,8 @@
 """NIXL and mooncake on the cell `2m_32` of `bench.transfer`, in their own environment: imports nothing of ours.
 
-`.venv-links/bin/python bench/transfer_peers.py nixl|mooncake` prints one JSON object of figures. Two processes, each
-with a pool of 320 blocks of 2 MiB; the source writes 32 scattered ones into scattered slots of the target, which then
-answers one byte. Before each transfer the source copies the same blocks by memcpy to another pool.
+Argument: nixl or mooncake. Prints one JSON object of figures. Two processes, each with a pool of 320 blocks of 2 MiB;
+the source writes 32 scattered ones into scattered slots of the target, which then answers one byte. Before each
+transfer the source copies the same blocks by memcpy to another pool.
 """
 
 from __future__ import annotations

@@ -24,6 +24,10 @@ _SAMPLING: dict[str, dict[str, Any]] = {
     },
     "--top-k": {"type": int, "help": "Keep the K most likely tokens; 0 keeps all."},
     "--top-p": {"type": float, "help": "Keep the most likely tokens up to this probability, in (0, 1]."},
+    "--min-p": {"type": float, "help": "Keep tokens of at least this share of the most likely one's probability."},
+    "--repetition-penalty": {"type": float, "help": "Above 1: against tokens of prompt and answer; 1 is none."},
+    "--presence-penalty": {"type": float, "help": "Above 0: against tokens of the answer."},
+    "--frequency-penalty": {"type": float, "help": "The same, for each time that a token is there."},
     "--seed": {"type": int, "help": "The same seed gives the same answer.  [default: drawn by the router]"},
     "--stop": {"multiple": True, "metavar": "TEXT", "help": "End before this text. May be repeated."},
     "--priority": {

@@ -64,6 +64,23 @@ def test_generate_passes_on_what_was_given_and_nothing_else(router: FakeRouter) 
     assert (request.HasField("priority"), urgent.priority) == (False, -2)
 
 
+def test_changes_of_logits_are_options_too(router: FakeRouter) -> None:
+    options = [
+        "--min-p",
+        "0.1",
+        "--repetition-penalty",
+        "1.5",
+        "--presence-penalty",
+        "-0.5",
+        "--frequency-penalty",
+        "2",
+    ]
+    kvrelay("generate", "hello", "--router", router.address, *options)
+    sampling = router.requests[-1].sampling
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-0.5, 2.0)
+
+
 @pytest.mark.parametrize("command", [["generate", "hello"], ["chat"]])
 def test_without_a_temperature_the_commands_take_the_most_likely_token(router: FakeRouter, command: list[str]) -> None:
     kvrelay(*command, "--router", router.address, stdin="hello\n")

@@ -2,8 +2,8 @@
 
 `python -m bench.operations [--json] [--model NAME]`
 
-Pools are scaled 1 -> 3 -> 1; every worker is replaced because a knob changed; a node is killed. All the while requests
-run, and each answer is compared with that of the quiet cluster. The nodes are raylets on this machine.
+Pools are scaled 1 -> 3 -> 1; every worker is replaced because a knob changed; a node is drained; a node is killed. All
+the while requests run, and each answer is compared with that of the quiet cluster. Nodes are raylets on this machine.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from kvrelay import AsyncClient
 
 NAME = "operations"
 RESOURCE = "worker"
+NODES, WORKERS_A_NODE = 3, 2.0
 START_TIMEOUT_S = 180.0
 ORDER_S = 120.0
 SEEN_WITHIN_S = 30.0
@@ -46,6 +47,7 @@ POLL_S = 0.01
 GOALS = (
     Goal("scale_failed_requests", "==", 0),
     Goal("rolling_restart_errors", "==", 0),
+    Goal("node_drain_failed_requests", "==", 0),
     Goal("node_kill_failed_requests", "==", 0),
     Goal("node_kill_seen_s", "<=", 3.0),
 )
@@ -119,15 +121,41 @@ async def rolling_restart(cluster: Joined, answers: Answers, max_num_seqs: int) 
     return result
 
 
-async def node_kill(cluster: Joined, answers: Answers) -> tuple[LoadResult, float]:
-    """Of two nodes with a decode worker, one is killed. Returns how long it took until the supervisor knew."""
+async def node_drain(cluster: Joined, answers: Answers) -> LoadResult:
+    """A node with a decode worker is told to end, as by the preStop hook of a pod: its worker moves."""
     await cluster.scale(decode=2)
+    async with AsyncClient(cluster.router_address) as client, load(client, answers, STREAMS) as result:
+        worker, raylet = _node_of_a_decode_worker()
+        flag = next(part for part in psutil.Process(raylet).cmdline() if part.startswith("--node_id="))
+        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "bench"]
+        node_id = flag.partition("=")[2]
+        command = ["drain-node", "--address", cluster.address, "--node-id", node_id, *reason]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", *command, "--deadline-remaining-seconds", "300"]
+        drained = await asyncio.create_subprocess_exec(*ray, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        async with asyncio.timeout(ORDER_S):
+            _, err = await drained.communicate()
+            if drained.returncode:
+                raise click.ClickException(f"ray drain-node failed: {err.decode()[-500:]}")
+            shown = await cluster.order("show")
+            while _raylets().get(worker) == raylet or not shown["settled"]:
+                await asyncio.sleep(POLL_S)
+                shown = await cluster.order("show")
+        await cluster.scale(decode=1)
+    return result
+
+
+async def node_kill(cluster: Joined, answers: Answers) -> tuple[LoadResult, float]:
+    """Of two nodes with decode workers, one is killed. Returns how long it took until the supervisor knew.
+
+    The two nodes that are left now are full, so each has one.
+    """
+    await cluster.scale(decode=3)
     async with AsyncClient(cluster.router_address) as client, load(client, answers, STREAMS) as result:
         status = await client.status()
         while any(worker.role == "decode" and not worker.running for worker in status.workers):
             await asyncio.sleep(POLL_S)  # until both are at work
             status = await client.status()
-        victim, raylet = _on_a_node_of_its_own()
+        victim, raylet = _node_of_a_decode_worker()
         started = time.monotonic()
         os.kill(raylet, signal.SIGKILL)
         while (await cluster.order("show"))["members"].get(victim) == "ready":
@@ -139,28 +167,36 @@ async def node_kill(cluster: Joined, answers: Answers) -> tuple[LoadResult, floa
     return result, seen_s
 
 
-def _on_a_node_of_its_own() -> tuple[str, int]:
-    """A decode worker whose node runs nothing else of the cluster, and that node's raylet."""
+def _node_of_a_decode_worker() -> tuple[str, int]:
+    """A decode worker and its raylet; of one whose node does not have them all, if there is one."""
+    raylets = {name: raylet for name, raylet in _raylets().items() if name.startswith("decode")}
+    several = [name for name, raylet in raylets.items() if any(other != raylet for other in raylets.values())]
+    name = (several or list(raylets))[0]
+    return name, raylets[name]
+
+
+def _raylets() -> dict[str, int]:
+    """Of each member, the raylet under which it runs."""
     processes = {m.member_id: m.process for m in find_running(NAME).members}
-    raylets = {name: psutil.Process(process.pid).ppid() for name, process in processes.items() if process is not None}
-    for name, raylet in raylets.items():
-        if name.startswith("decode") and list(raylets.values()).count(raylet) == 1:
-            return name, raylet
-    raise click.ClickException(f"no decode worker has a node of its own: {raylets}")
+    alive = {name: process for name, process in processes.items() if process is not None and process.alive}
+    return {name: psutil.Process(process.pid).ppid() for name, process in alive.items()}
 
 
 async def measure(cluster: Joined, report: Report) -> None:
     async with joined(cluster) as answers:
         scaled = await scale_up_and_down(cluster, answers, "prefill", "decode")
         restarted = await rolling_restart(cluster, answers, max_num_seqs=32)
+        drained = await node_drain(cluster, answers)
         killed, seen_s = await node_kill(cluster, answers)
     report.figures |= {
         "scale_failed_requests": scaled.failed,
         "rolling_restart_errors": restarted.failed,
+        "node_drain_failed_requests": drained.failed,
         "node_kill_failed_requests": killed.failed,
         "node_kill_seen_s": seen_s,
     }
-    for name, result in (("scaling", scaled), ("rolling restart", restarted), ("node kill", killed)):
+    named = {"scaling": scaled, "rolling restart": restarted, "node drain": drained, "node kill": killed}
+    for name, result in named.items():
         report.notes.append(f"{name}: {result.finished} answers, {result.resumed} of them resumed on another worker")
         report.notes += [f"{name}: {error}" for error in result.errors[:3]]
 
@@ -175,7 +211,7 @@ def main(as_json: bool, model: str) -> None:
     with tempfile.TemporaryDirectory(prefix="kvr-") as home:
         environment = node_environment(secrets.token_hex(32))
         os.environ.update(environment, KVRELAY_HOME=home)
-        with ray_nodes(3, {RESOURCE: 4.0}, environment) as nodes:
+        with ray_nodes(NODES, {RESOURCE: WORKERS_A_NODE}, environment) as nodes:
             asyncio.run(measure(Joined(nodes.address, str(folder)), report))
     report.print(as_json)
 

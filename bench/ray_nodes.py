@@ -49,7 +49,8 @@ def node_environment(token: str) -> dict[str, str]:
 def ray_nodes(
     num_nodes: int, resources: Mapping[str, float], environment: Mapping[str, str], client_port: int = 0
 ) -> Iterator[RayAddress]:
-    """Nodes that offer `resources` each. With `client_port`, the first one has a Ray client server there."""
+    """Nodes that offer `resources` each, and a head that offers none. With `client_port`, the head has a Ray client
+    server there."""
     command = [sys.executable, "-m", "bench.ray_nodes", str(num_nodes), json.dumps(resources), str(client_port)]
     nodes = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
@@ -83,13 +84,13 @@ def main(num_nodes: int, resources: Mapping[str, float], client_port: int) -> No
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvr-", ignore_cleanup_errors=True))
         address = ""
         with loopback_ray(), lean_ray():
-            for number in range(num_nodes):
+            for number in range(num_nodes + 1):
                 params = RayParams(
                     node_ip_address=LOOPBACK,
                     gcs_address=address or None,
                     num_cpus=8 * (os.cpu_count() or 1),
                     num_gpus=0,
-                    resources=dict(resources),
+                    resources=dict(resources) if number else None,
                     object_store_memory=OBJECT_STORE_BYTES,
                     include_dashboard=False,
                     min_worker_port=0,

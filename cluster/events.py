@@ -51,6 +51,14 @@ class MemberHung:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberMustMove:
+    """What it runs on goes away soon."""
+
+    member_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """`error` says what is wrong; None: somebody wanted it so."""
 
@@ -99,7 +107,15 @@ class WorkersConnected:
 
 
 Event: TypeAlias = (
-    ActorReady | ActorDied | MemberHung | StopRequested | HostLost | DesiredChanged | WorkerDrained | WorkersConnected
+    ActorReady
+    | ActorDied
+    | MemberHung
+    | MemberMustMove
+    | StopRequested
+    | HostLost
+    | DesiredChanged
+    | WorkerDrained
+    | WorkersConnected
 )
 
 

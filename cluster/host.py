@@ -27,6 +27,8 @@ class ReadyReport:
     """A worker's KV pool, in one line."""
     http_address: str = ""
     """Of a router."""
+    node_id: str = ""
+    """What the host calls the node that it runs on."""
 
 
 class Handle(Protocol):
@@ -66,6 +68,9 @@ class Host(Protocol):
 
         Raises `ActorLost` if it cannot even begin.
         """
+
+    async def leaving(self, known: frozenset[str]) -> frozenset[str]:
+        """Wait until other nodes than those `known` are about to go away; returns all that are."""
 
     async def lost(self) -> str:
         """Wait until no actor can be asked for anything any more; returns why."""

@@ -102,6 +102,9 @@ class RayHost:
             needs["scheduling_strategy"] = NodeAffinitySchedulingStrategy(ours, soft=True)
         return {**needs, "name": ROUTER_ACTOR}
 
+    async def leaving(self, known: frozenset[str]) -> frozenset[str]:
+        return await self._runtime.leaving(known)
+
     async def lost(self) -> str:
         return await self._runtime.lost()
 
@@ -148,7 +151,15 @@ class RayHandle:
             self._host.pin_router_ports(report["address"], http_address)
         self._address, self._http_address = report["address"], http_address
         timings, pool = report.get("timings", {}), report.get("pool", "")
-        return ReadyReport(report["address"], report["incarnation"], self._process, timings, pool, http_address)
+        return ReadyReport(
+            report["address"],
+            report["incarnation"],
+            self._process,
+            timings,
+            pool,
+            http_address,
+            report.get("node_id", ""),
+        )
 
     async def gone(self) -> str:
         """As soon as either Ray or, of a process on this machine, the kernel says so: Ray may have to find out first

@@ -14,14 +14,16 @@ import asyncio
 import logging
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import ray
+from ray._private import state
 from ray.exceptions import RayError
 
 from cluster.config import CLUSTER_ID_VARIABLE, make_private
@@ -37,6 +39,8 @@ LOOPBACK = "127.0.0.1"
 EXIT_TIMEOUT_S = 1.0
 """For actors to end after their Ray did; then they are killed."""
 KILL_TIMEOUT_S = 5.0
+DRAINING_POLL_S = 1.0
+"""Ray tells nobody when a node begins to drain: it is asked, in one small call to the control store."""
 
 ResultT = TypeVar("ResultT")
 
@@ -85,6 +89,23 @@ class RayRuntime:
                 watch.cancel()
         return "a process of Ray ended"
 
+    async def leaving(self, known: frozenset[str]) -> frozenset[str]:
+        """Wait until other nodes than those `known` are draining; returns all that are, by id.
+
+        Of a Ray of our own there is no node to lose. A Ray that has no such call tells of none.
+        """
+        if self.local or not hasattr(state.state, "get_draining_nodes"):
+            await asyncio.Event().wait()
+        while True:
+            try:
+                draining = frozenset(await _on_daemon_thread(state.state.get_draining_nodes))
+            except (RayError, RuntimeError, OSError) as error:
+                logger.warning("Ray does not tell which nodes drain: %s", error)
+                draining = known
+            if draining != known:
+                return draining
+            await asyncio.sleep(DRAINING_POLL_S)
+
     async def close(self) -> None:
         """Disconnect, and end a Ray of our own with every process of it. Bounded by about 15 s; mostly under 1 s."""
         try:
@@ -101,6 +122,28 @@ class RayRuntime:
 
     async def _on_thread(self, function: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+
+async def _on_daemon_thread(function: Callable[[], ResultT]) -> ResultT:
+    """For a call that waits as long as the control store is away: neither `close` nor the process's end does."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[ResultT] = loop.create_future()
+
+    def settle(set_it: Callable[[], None]) -> None:
+        if not future.done():  # cancelled meanwhile
+            set_it()
+
+    def call() -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            try:
+                result = function()
+            except (RayError, RuntimeError, OSError) as error:
+                loop.call_soon_threadsafe(settle, partial(future.set_exception, error))
+            else:
+                loop.call_soon_threadsafe(settle, partial(future.set_result, result))
+
+    threading.Thread(target=call, name="ray-nodes", daemon=True).start()
+    return await future
 
 
 def _init_local(spec: RaySpec, name: str, folder: Path, num_actors: int) -> tuple[str, tuple[ProcessId, ...]]:

@@ -23,8 +23,7 @@ On a stop the router goes first, so that clients hear of it from the router, the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from cluster.events import (
     ROUTER_ID,
@@ -38,6 +37,7 @@ from cluster.events import (
     Instruction,
     KillActor,
     MemberHung,
+    MemberMustMove,
     MemberView,
     Phase,
     PoolWanted,
@@ -48,34 +48,9 @@ from cluster.events import (
     WorkerDrained,
     WorkersConnected,
 )
+from cluster.member_state import MemberState
 from cluster.spec import SupervisionSpec
 from cluster.steering import Add, Replace, Standing, TakeAway, steer
-
-
-@dataclass(slots=True)
-class _Member:
-    member_id: str
-    role: str = ROUTER_ID
-    number: int = 0
-    """Of its role."""
-    phase: Phase = Phase.ABSENT
-    attempt: int = 0
-    """Of the present or the last actor; 0: none yet."""
-    due: float | None = None
-    """ABSENT: when to start. STARTING: when to give up waiting. DRAINING: when not to wait any longer."""
-    address: str = ""
-    ready_at: float = 0.0
-    failures: int = 0
-    """Deaths without `stable_s` of service in between; they set the pause."""
-    served: bool = False
-    """Whether it was ever ready."""
-    last_reason: str = ""
-    revision: Hashable = None
-    """What the present actor was started with."""
-    ending: bool = False
-    """Its end is wanted: no failure."""
-    leaving: bool = False
-    """It is not started again."""
 
 
 class Reconciler:
@@ -93,7 +68,7 @@ class Reconciler:
         """`pools` by role; the router comes with them."""
         self._limits = limits
         self._pools = dict(pools)
-        self._members = {ROUTER_ID: _Member(ROUTER_ID)}
+        self._members = {ROUTER_ID: MemberState(ROUTER_ID)}
         self._attempts: dict[str, int] = {}
         """Of members that were taken away."""
         self._published: PublishWorkers | None = None
@@ -132,6 +107,11 @@ class Reconciler:
                 member = self._present(event.member_id, event.attempt)
                 draining = member is not None and member.phase is Phase.DRAINING
                 return self._release(member) if member is not None and draining else []
+            case MemberMustMove():
+                member = self._present(event.member_id, event.attempt)
+                if member is not None:
+                    member.must_move = True
+                return []
             case WorkersConnected():
                 self._connected = self._connected or event.told == self._published
                 return []
@@ -256,9 +236,9 @@ class Reconciler:
         calm = self.all_ready and len(workers) == len(self._members) - 1
         return steer(self._pools, workers, calm=calm)
 
-    def _is_stale(self, worker: _Member) -> bool:
+    def _is_stale(self, worker: MemberState) -> bool:
         started = worker.phase in (Phase.STARTING, Phase.READY)
-        return started and worker.revision != self._pools[worker.role].revision
+        return started and (worker.must_move or worker.revision != self._pools[worker.role].revision)
 
     def _steer(self, now: float) -> list[Instruction]:
         """Until only an event changes anything: each step leaves its worker in another state."""
@@ -274,32 +254,32 @@ class Reconciler:
                         instructions += self._let_end(self._members[member_id], "its settings have changed", now)
         return instructions
 
-    def _new_worker(self, role: str) -> _Member:
+    def _new_worker(self, role: str) -> MemberState:
         number = next(n for n in itertools.count() if f"{role}-{n}" not in self._members)
         name = f"{role}-{number}"
-        member = self._members[name] = _Member(name, role, number, attempt=self._attempts.get(name, 0))
+        member = self._members[name] = MemberState(name, role, number, attempt=self._attempts.get(name, 0))
         return member
 
-    def _forget(self, member: _Member) -> None:
+    def _forget(self, member: MemberState) -> None:
         self._attempts[member.member_id] = member.attempt
         del self._members[member.member_id]
 
-    def _start(self, member: _Member, now: float) -> Instruction:
+    def _start(self, member: MemberState, now: float) -> Instruction:
         member.attempt += 1
-        member.phase = Phase.STARTING
+        member.phase, member.must_move = Phase.STARTING, False
         member.due = now + self._limits.start_timeout_s
         if member.role != ROUTER_ID:
             member.revision = self._pools[member.role].revision
         return StartActor(member.member_id, member.attempt, member.role)
 
-    def _take_away(self, member: _Member, now: float) -> list[Instruction]:
+    def _take_away(self, member: MemberState, now: float) -> list[Instruction]:
         member.leaving = True
         if member.phase is Phase.ABSENT:
             self._forget(member)
             return []
         return self._let_end(member, "it is not wanted any more", now)
 
-    def _let_end(self, member: _Member, reason: str, now: float) -> list[Instruction]:
+    def _let_end(self, member: MemberState, reason: str, now: float) -> list[Instruction]:
         member.ending = True
         if member.phase is Phase.STARTING:
             member.phase, member.due, member.last_reason = Phase.DYING, None, reason
@@ -311,13 +291,13 @@ class Reconciler:
             return self._release(member)
         return [*self._publish(), AwaitDrained(member.member_id, member.attempt)]
 
-    def _release(self, member: _Member) -> list[Instruction]:
+    def _release(self, member: MemberState) -> list[Instruction]:
         """First the router gives it up, so that what is left goes on elsewhere."""
         member.phase, member.address, member.due = Phase.DYING, "", None
         member.last_reason = "stopped"
         return [*self._publish(), StopActor(member.member_id, member.attempt)]
 
-    def _judge_service(self, member: _Member, now: float) -> None:
+    def _judge_service(self, member: MemberState, now: float) -> None:
         if member.phase is Phase.READY and now - member.ready_at >= self._limits.stable_s:
             member.failures = 0
 
@@ -368,7 +348,7 @@ class Reconciler:
             instructions.append(Finish(self._error))
         return instructions
 
-    def _end(self, members: Iterable[_Member]) -> list[Instruction]:
+    def _end(self, members: Iterable[MemberState]) -> list[Instruction]:
         instructions: list[Instruction] = []
         for member in members:
             if member.phase in (Phase.READY, Phase.DRAINING):
@@ -381,7 +361,7 @@ class Reconciler:
             member.address = ""
         return instructions
 
-    def _present(self, member_id: str, attempt: int) -> _Member | None:
+    def _present(self, member_id: str, attempt: int) -> MemberState | None:
         member = self._members.get(member_id)
         return member if member is not None and member.attempt == attempt else None
 

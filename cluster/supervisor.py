@@ -24,6 +24,7 @@ from cluster.events import (
     Instruction,
     KillActor,
     MemberHung,
+    MemberMustMove,
     MemberView,
     PoolWanted,
     PublishWorkers,
@@ -128,6 +129,7 @@ class Supervisor:
         left only if the host was lost or this was cancelled.
         """
         self._spawn(self._watch_host())
+        self._spawn(self._watch_nodes())
         error: str | None = None
         try:
             self._carry_out(self._reconciler.start(self._now()))
@@ -294,6 +296,18 @@ class Supervisor:
         except ActorLost:
             logger.info("%s has lost its requests with the router", worker_id)
         self._events.put_nowait(WorkerDrained(worker_id, attempt))
+
+    async def _watch_nodes(self) -> None:
+        leaving: frozenset[str] = frozenset()
+        while True:
+            leaving = await self._host.leaving(leaving)
+            for life in self._lives.values():
+                self._move_if(life, leaving)
+
+    def _move_if(self, life: _Life, leaving: frozenset[str]) -> None:
+        if life.report is not None and life.report.node_id in leaving:
+            logger.info("%s moves: its node goes away", life.member_id)
+            self._events.put_nowait(MemberMustMove(life.member_id, life.attempt))
 
     async def _watch_host(self) -> None:
         self._events.put_nowait(HostLost(await self._host.lost()))

@@ -33,7 +33,9 @@ class WorkerActor(ABC):
 
     async def start(self) -> dict[str, Any]:
         """Load the model and serve; returns the ready report. On an `EngineError` the actor is of no use any more."""
-        return {**await self._worker.start(), "node": os.uname().nodename}
+        # Without Ray, as in tests, the question itself would start one.
+        node_id = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        return {**await self._worker.start(), "node": os.uname().nodename, "node_id": node_id}
 
     async def stop(self) -> None:
         """Drain, end the sessions, give memory and port back. The process stays until Ray ends it. Idempotent."""

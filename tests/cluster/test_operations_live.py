@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 from worker_process import make_tiny_model
 
-from bench.operations import RESOURCE, Joined, joined, node_kill, rolling_restart, scale_up_and_down
+from bench.operations import (
+    NODES,
+    RESOURCE,
+    WORKERS_A_NODE,
+    Joined,
+    joined,
+    node_drain,
+    node_kill,
+    rolling_restart,
+    scale_up_and_down,
+)
 from bench.ray_nodes import node_environment, ray_nodes
 
 pytestmark = pytest.mark.processes
@@ -27,7 +37,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Joined]
     environment = node_environment(secrets.token_hex(32)) | {"KVRELAY_HOME": str(tmp_path / "home")}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with ray_nodes(3, {RESOURCE: 4.0}, os.environ) as nodes:
+    with ray_nodes(NODES, {RESOURCE: WORKERS_A_NODE}, os.environ) as nodes:
         yield Joined(nodes.address, str(make_tiny_model(model)), POOL, dtype="float32")
 
 
@@ -36,9 +46,10 @@ async def test_no_request_fails_and_no_token_differs_while_pools_change_and_a_no
     async with joined(cluster) as answers:
         scaled = await scale_up_and_down(cluster, answers, "decode")
         restarted = await rolling_restart(cluster, answers, max_num_seqs=32)
+        drained = await node_drain(cluster, answers)
         killed, seen_s = await node_kill(cluster, answers)
 
-    for result in (scaled, restarted, killed):
+    for result in (scaled, restarted, drained, killed):
         assert (result.errors, result.wrong) == ([], 0)
         assert result.finished > 0
     assert killed.resumed > 0

@@ -16,7 +16,7 @@ import pytest
 from worker_process import make_tiny_model
 
 from bench.operations import NAME, RESOURCE, Joined
-from bench.ray_nodes import node_environment, ray_nodes
+from bench.ray_nodes import RayAddress, node_environment, ray_nodes
 
 pytestmark = pytest.mark.processes
 
@@ -47,8 +47,8 @@ print(json.dumps({
 
 
 @pytest.fixture
-def client_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of a Ray with a running cluster."""
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayAddress]:
+    """A Ray with a running cluster."""
     environment = node_environment(secrets.token_hex(32)) | {"KVRELAY_HOME": str(tmp_path / "home")}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -59,24 +59,26 @@ def client_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     with ray_nodes(1, {RESOURCE: 4.0}, os.environ, client_port=port) as nodes:
         running = Joined(nodes.address, str(make_tiny_model(tmp_path / "model")), POOL, dtype="float32")
         asyncio.run(running.start(tmp_path))
-        yield nodes.client_address
+        yield nodes
         asyncio.run(running.stop())
 
 
-def test_a_client_process_generates_streams_runs_a_batch_and_scales(client_address: str, tmp_path: Path) -> None:
+def test_a_client_process_generates_streams_runs_a_batch_and_scales(nodes: RayAddress, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     body = {"prompt": "hello", "max_tokens": 4}
     lines = [json.dumps({"custom_id": f"id-{n}", "url": "/v1/completions", "body": body}) for n in range(5)]
     source.write_text("\n".join(lines) + "\n")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
+    # It finds nothing by a record. A job that Ray runs finds its Ray in the same way.
+    environment = {**os.environ, "KVRELAY_HOME": str(elsewhere), "RAY_ADDRESS": nodes.address}
     done = subprocess.run(
-        [sys.executable, "-c", CLIENT, client_address, NAME, str(source), str(output)],
+        [sys.executable, "-c", CLIENT, nodes.client_address, NAME, str(source), str(output)],
         capture_output=True,
         text=True,
         timeout=BOUND_S,
         check=False,
-        env={**os.environ, "KVRELAY_HOME": str(elsewhere)},  # it finds nothing by a record
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
@@ -88,3 +90,15 @@ def test_a_client_process_generates_streams_runs_a_batch_and_scales(client_addre
     assert told["refusal"].startswith("ConfigError: decode: replicas must be at least 1")
     assert not told["torch"]
     assert len(output.read_text().splitlines()) == 5
+
+    again = [str(source), "-o", str(tmp_path / "job.jsonl"), "--ray", "auto", "--cluster", NAME, "--json"]
+    job = subprocess.run(
+        [sys.executable, "-m", "cluster.jobs.batch", *again],
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+        env=environment,
+    )
+    assert job.returncode == 0, job.stderr
+    assert json.loads(job.stdout.splitlines()[-1])["done"] == 5

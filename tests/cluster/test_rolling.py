@@ -16,6 +16,7 @@ from cluster.events import (
     Event,
     Instruction,
     KillActor,
+    MemberMustMove,
     Phase,
     PoolWanted,
     PublishWorkers,
@@ -209,6 +210,15 @@ def test_what_does_not_serve_goes_before_what_serves() -> None:
     assert world.serving() == {"prefill-0", "decode-1"}
 
 
+def test_a_worker_whose_node_goes_away_is_replaced_once_and_the_others_stay() -> None:
+    world = World.up(decode=2)
+    world.give(MemberMustMove("decode-1", 1))
+    world.give(MemberMustMove("decode-1", 1))
+    seen = world.settle()
+    assert world.live == {ROUTER_ID: 1, "prefill-0": 1, "decode-0": 1, "decode-1": 2}
+    assert all("decode-0" in serving for serving in seen)
+
+
 def test_a_dead_worker_that_is_not_wanted_holds_nothing_up() -> None:
     world = World.up()
     world.give(ActorDied("prefill-0", 1, "killed"))
@@ -253,6 +263,9 @@ def test_whatever_happens_on_the_way_it_becomes_as_wanted_and_stays_so(
                 world.published = None
         elif kind == 2:
             world.pass_time(float(number))
+        elif kind == 3 and world.workers():
+            name = sorted(world.workers())[number % len(world.workers())]
+            world.give(MemberMustMove(name, world.live[name]))
         elif world.pending:
             world.happen(number)
     last = left[0] if left else orders[0]

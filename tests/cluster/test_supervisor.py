@@ -59,7 +59,7 @@ class FakeActor:
         serving.cancel()
         if self._dead.done():
             raise ActorLost(self._dead.result())
-        return ReadyReport(self.address, "incarnation", None)
+        return ReadyReport(self.address, "incarnation", None, node_id=self._host.node_id)
 
     async def gone(self) -> str:
         return await asyncio.shield(self._dead)
@@ -103,6 +103,8 @@ class FakeHost:
         self.obeys = True
         self.asked_to_drain: list[str] = []
         self.refuses_once = ""
+        self.node_id = "first"
+        self.nodes_leaving: asyncio.Queue[frozenset[str]] = asyncio.Queue()
         self.nothing_runs = asyncio.Event()
         self.nothing_runs.set()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -117,6 +119,9 @@ class FakeHost:
         if member_id not in self.holds:
             lives[-1].serves.set()
         return lives[-1]
+
+    async def leaving(self, known: frozenset[str]) -> frozenset[str]:
+        return await self.nodes_leaving.get()
 
     async def lost(self) -> str:
         return await asyncio.shield(self._lost)
@@ -248,6 +253,19 @@ async def test_an_actor_that_cannot_even_begin_is_tried_again() -> None:
         await watched.ready(router=3)
         reasons = {member.view.last_reason for snapshot in watched.snapshots for member in snapshot.members}
         assert reasons == {"", "killed", "its name is taken"}
+
+
+async def test_workers_of_a_node_that_goes_away_are_replaced_elsewhere_while_they_serve() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        host.node_id = "second"
+        host.nodes_leaving.put_nowait(frozenset({"first"}))
+        async with asyncio.timeout(10):
+            while host.stops != ["prefill-0", "decode-0"] or not watched.snapshots[-1].settled:
+                await watched.told()
+        assert host.last(ROUTER_ID).workers == {"prefill-1": "prefill-1:1", "decode-1": "decode-1:1"}
+        assert host.alive == [ROUTER_ID, "prefill-1", "decode-1"]
 
 
 async def test_a_stop_drains_the_router_first_and_leaves_no_actor() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from cluster.deploy_spec import DeploySpec
 from cluster.quoting import quoted
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
@@ -238,6 +239,7 @@ class ClusterSpec:
     router: RouterSpec = field(default_factory=RouterSpec)
     ray: RaySpec = field(default_factory=RaySpec)
     supervision: SupervisionSpec = field(default_factory=SupervisionSpec)
+    deploy: DeploySpec = field(default_factory=DeploySpec)
 
     def __post_init__(self) -> None:
         check_name(self.name)

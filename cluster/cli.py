@@ -40,6 +40,7 @@ COMMANDS = {
     "explain": Target("cluster.cli_status:explain", "Show how a recent request was placed, and what happened."),
     "pull": Target("cluster.cli_pull:pull", "Get a model and make it ready to load."),
     "plan": Target("cluster.cli_plan:plan", "Show what fits into memory, for a model and its settings."),
+    "doctor": Target("cluster.cli_doctor:doctor", "Say what will fail here, what will be slow, and the fix."),
     "manifests": Target("cluster.cli_manifests:manifests_command", "Turn a cluster's spec into Kubernetes objects."),
     "demo": Target("cluster.cli_cluster:demo", "Start a cluster, answer one prompt, show what moved, stop."),
 }

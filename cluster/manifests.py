@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from cluster.monitoring import CLUSTER, alert_groups, dashboard_text
 from cluster.ray_pods import (
     API_KEYS_FILE,
     API_KEYS_FOLDER,
@@ -61,7 +62,7 @@ def manifests(spec: ClusterSpec, public_prefixes: str = "") -> dict[str, list[Ob
         "cluster.yaml": [_ray_cluster(inner)],
         "service.yaml": [_service(inner)],
         "policies.yaml": [*_network_policies(inner), *_disruption_budgets(inner)],
-        "monitoring.yaml": [_pod_monitor(inner)],
+        "monitoring.yaml": [_pod_monitor(inner), _rules(inner), _dashboard(inner)],
         JOB: [_job(inner)],
     }
 
@@ -93,7 +94,7 @@ def render(files: Mapping[str, list[Object]]) -> dict[str, str]:
 
 
 def to_yaml(objects: list[Object]) -> str:
-    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -226,12 +227,26 @@ def _pod_monitor(spec: ClusterSpec) -> Object:
                 "path": "/metrics",
                 "interval": "15s",
                 "relabelings": [
-                    {"sourceLabels": ["__meta_kubernetes_pod_label_ray_io_cluster"], "targetLabel": "kvrelay_cluster"}
+                    {"sourceLabels": ["__meta_kubernetes_pod_label_ray_io_cluster"], "targetLabel": CLUSTER}
                 ],
             }
         ],
     }
     return _object(spec, "monitoring.coreos.com/v1", "PodMonitor", cluster_name(spec), {"spec": body})
+
+
+def _rules(spec: ClusterSpec) -> Object:
+    body = {"spec": {"groups": alert_groups()}}
+    return _object(spec, "monitoring.coreos.com/v1", "PrometheusRule", cluster_name(spec), body)
+
+
+def _dashboard(spec: ClusterSpec) -> Object:
+    """Found by Grafana's sidecar, as its chart sets it up, by the label."""
+    found = _object(
+        spec, "v1", "ConfigMap", f"{cluster_name(spec)}-dashboard", {"data": {"kvrelay.json": dashboard_text()}}
+    )
+    found["metadata"]["labels"] |= {"grafana_dashboard": "1"}
+    return found
 
 
 def _job(spec: ClusterSpec) -> Object:

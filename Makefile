@@ -26,7 +26,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 tools: $(VENV)/.tools
 
 $(VENV)/.tools: $(VENV)/.installed
-	@echo "installing the tools of checks and tests, about 230 MB to download (200 of them Triton)"
+	@echo "installing the tools of checks and tests, about 250 MB to download (200 of them Triton)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,tools]'
 	@touch $@
 

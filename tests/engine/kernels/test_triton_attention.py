@@ -11,6 +11,7 @@ import torch
 from paged_cases import LAYER, PagedCase, paged_case
 
 from engine.kernels import attention_plan as plan
+from engine.kernels import triton_codes as codes
 from engine.kernels import triton_paged
 from engine.kernels.scoring import Scoring
 
@@ -38,6 +39,17 @@ def test_decoding_and_prompts_of_one_batch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
 def test_quantized_kv(kv_dtype: str) -> None:
     check(paged_case([5, 40], [1, 7], dtype=torch.float16, kv_dtype=kv_dtype))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3", "int8"])
+def test_tiles_and_conversions_of_older_gpus(kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_paged, "arch_of", lambda device: 80)
+    check(paged_case([5, 40], [1, 7], head_dim=64, dtype=torch.float16, kv_dtype=kv_dtype))
+
+
+@pytest.mark.parametrize(("arch", "kind"), [(80, codes.FP8_BITS), (89, codes.FP8_NATIVE), (90, codes.FP8_NATIVE)])
+def test_fp8_is_converted_by_the_hardware_where_it_can(arch: int, kind: int) -> None:
+    assert triton_paged.kind_of(torch.float8_e4m3fn, arch) == kind
 
 
 def test_a_long_context_is_split_and_put_together() -> None:

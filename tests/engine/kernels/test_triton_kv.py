@@ -75,6 +75,16 @@ def test_a_decode_step_of_several_sequences_some_of_which_are_none(dtype: str) -
     assert_same_bytes(ours, theirs)
 
 
+@pytest.mark.parametrize("dtype", ["float32", *QUANTIZED])
+def test_tokens_that_are_none_write_nothing_in_front_of_the_pool(dtype: str) -> None:
+    kv, _ = pools(dtype)
+    before = bytes(kv.block(0))
+    k, v = torch.randn(2, 2, KV_HEADS, 12)
+    slots = torch.tensor([-1, -1]), torch.tensor([0, 3])
+    triton_kv.store_kv(k, v, kv.pool[1:], LAYER, *slots, None if kv.scales is None else kv.scales[1:])
+    assert bytes(kv.block(0)) == before
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_a_value_that_is_not_finite_shows_as_in_the_reference(dtype: str, value: float) -> None:

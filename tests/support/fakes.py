@@ -89,6 +89,16 @@ class FakeModel:
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 
 
+class FewWords(FakeModel):
+    """Draws from 16 tokens, so that they come again."""
+
+    def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
+        logits = super().forward(batch, kv)
+        few = torch.full_like(logits, -100.0)
+        few[:, :16] = logits.view(len(logits), -1, 16).sum(dim=1) / 100
+        return few
+
+
 def expected_output(prompt: Sequence[int], n: int, banned: Sequence[int] = ()) -> list[int]:
     """The `n` tokens that `FakeModel` must continue `prompt` with, worked out without any pool.
 

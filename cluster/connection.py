@@ -121,6 +121,14 @@ class ClusterConnection:
         """
         return self._finder.order({"order": "scale", "replicas": replicas, "wait_s": wait_s})
 
+    def drain(self, worker: str, *, wait_s: float = ORDER_WAIT_S) -> dict[str, Any]:
+        """Take a worker out of service; see `kvrelay drain`. Raises as `scale` does."""
+        return self._finder.order({"order": "drain", "worker": worker, "wait_s": wait_s})
+
+    def flip(self, worker: str, *, wait_s: float = ORDER_WAIT_S) -> dict[str, Any]:
+        """Give a worker the other role; see `kvrelay flip`. Raises as `scale` does."""
+        return self._finder.order({"order": "flip", "worker": worker, "wait_s": wait_s})
+
     def close(self) -> None:
         """End batches that run, which can be submitted again, and the connections. Idempotent."""
         for batch in self._batches:

@@ -39,6 +39,6 @@ def test_every_field_of_the_spec_is_explained(section: str) -> None:
 def test_the_python_example_only_uses_what_is_there() -> None:
     (code,) = blocks(PAGE, "python")
     called = set(re.findall(r"connected\.(\w+)\(", code))
-    assert called == {"generate", "stream", "submit_batch", "scale"}
+    assert called == {"generate", "stream", "submit_batch", "scale", "drain"}
     assert all(hasattr(ClusterConnection, name) for name in called)
     compile(code, "cluster.md", "exec")

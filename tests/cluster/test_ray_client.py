@@ -34,6 +34,7 @@ with cluster.connect(address, name=name) as connected:
     batch = connected.submit_batch(source, output)
     end = batch.result(60)
     scaled = connected.scale(prefill=2)
+    flipped = connected.flip("prefill-1")
     workers = sorted(worker.worker_id for worker in connected.status().workers)
     try:
         connected.scale(decode=0)
@@ -41,7 +42,8 @@ with cluster.connect(address, name=name) as connected:
         refusal = f"{type(error).__name__}: {error}"
 print(json.dumps({
     "generated": answer.token_ids, "streamed": sum(map(list, pieces), []), "done": end.done, "failed": end.failed,
-    "lines": scaled["lines"], "workers": workers, "refusal": refusal, "torch": "torch" in sys.modules,
+    "lines": scaled["lines"] + flipped["lines"], "workers": workers, "refusal": refusal,
+    "torch": "torch" in sys.modules,
 }))
 """
 
@@ -85,8 +87,12 @@ def test_a_client_process_generates_streams_runs_a_batch_and_scales(nodes: RayAd
     assert told["generated"] == told["streamed"]
     assert len(told["generated"]) == 6
     assert (told["done"], told["failed"]) == (5, 0)
-    assert told["lines"] == ["prefill: 1 -> 2 workers: 1 worker is started"]
-    assert told["workers"] == ["decode-0", "prefill-0", "prefill-1"]
+    assert told["lines"] == [
+        "prefill: 1 -> 2 workers: 1 worker is started",
+        "prefill: 2 -> 1 workers: 1 worker is drained and stopped",
+        "decode: 1 -> 2 workers: 1 worker is started",
+    ]
+    assert told["workers"] == ["decode-0", "decode-1", "prefill-0"]
     assert told["refusal"].startswith("ConfigError: decode: replicas must be at least 1")
     assert not told["torch"]
     assert len(output.read_text().splitlines()) == 5

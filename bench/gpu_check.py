@@ -26,12 +26,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 
 import click
 
 from bench.report import Goal, Report
 
-PARTS = ("kernels", "parity", "attention", "graphs", "link")
+_FUNCTIONS = {
+    "kernels": ("bench.gpu_kernels", "check"),
+    "parity": ("bench.gpu_parity", "check"),
+    "attention": ("bench.gpu_speed", "measure_attention"),
+    "graphs": ("bench.gpu_speed", "measure_graphs"),
+    "link": ("bench.gpu_link", "check"),
+}
+PARTS = tuple(_FUNCTIONS)
 GOALS = (
     Goal("parts_failed", "==", 0),
     Goal("kernel_checks_failed", "==", 0),
@@ -82,17 +90,13 @@ def main(parts: tuple[str, ...], rehearse: bool, as_json: bool) -> None:
 
 
 def _run(part: str, rehearse: bool) -> Callable[[Report], None]:
-    from bench import gpu_kernels, gpu_link, gpu_parity, gpu_speed
+    """Imports only what the part needs: a package that is missing costs that part alone."""
     from bench.gpu_bench import Bench
 
+    module, function = _FUNCTIONS[part]
+    check: Callable[[Report, Bench], None] = getattr(import_module(module), function)
     bench = Bench.on_cpu() if rehearse else Bench.on_card()
-    return {
-        "kernels": lambda report: gpu_kernels.check(report, bench),
-        "parity": lambda report: gpu_parity.check(report, bench),
-        "attention": lambda report: gpu_speed.measure_attention(report, bench),
-        "graphs": lambda report: gpu_speed.measure_graphs(report, bench),
-        "link": lambda report: gpu_link.check(report, bench),
-    }[part]
+    return lambda report: check(report, bench)
 
 
 def _versions(rehearse: bool) -> str:

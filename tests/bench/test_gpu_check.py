@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+
+from bench import gpu_speed
+from bench.gpu_check import main
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -34,6 +38,33 @@ def test_without_a_card_it_fails_with_a_status_of_its_own_and_says_why() -> None
     assert done.returncode == 2
     assert "no CUDA card is here, so nothing was run" in done.stderr
     assert done.stdout == ""
+
+
+def in_this_process(*parts: str) -> tuple[int, dict[str, Any]]:
+    options = [option for part in parts for option in ("--only", part)]
+    done = CliRunner().invoke(main, ["--rehearse", "--json", *options])
+    return done.exit_code, json.loads(done.output.splitlines()[-1])
+
+
+def test_a_package_that_is_missing_costs_its_part_alone_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bench.gpu_link", None)
+    monkeypatch.setattr(gpu_speed, "measure_graphs", lambda report, bench: report.figures.update(reached=1))
+    status, result = in_this_process("link", "graphs")
+    assert status == 1
+    assert "link: not run, bench.gpu_link is not installed" in result["notes"]
+    assert result["figures"] == {"reached": 1, "parts_failed": 1}
+
+
+def test_a_part_that_fails_costs_no_other_one_and_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(report: object, bench: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(gpu_speed, "measure_attention", broken)
+    monkeypatch.setattr(gpu_speed, "measure_graphs", lambda report, bench: report.figures.update(reached=1))
+    status, result = in_this_process("attention", "graphs")
+    assert status == 1
+    assert any("attention: FAILED" in note and "illegal memory access" in note for note in result["notes"])
+    assert result["figures"]["reached"] == 1
 
 
 def test_a_link_between_two_workers_is_rehearsed() -> None:

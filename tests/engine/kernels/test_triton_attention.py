@@ -73,8 +73,8 @@ def test_soft_caps(cap: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3", "int8"])
-@pytest.mark.parametrize("scoring", [Scoring(0.2), Scoring(0.2, window=19), Scoring(0.2, window=19, soft_cap=2.0)])
-@pytest.mark.parametrize(("heads", "head_dim"), [((9, 3), 64), ((8, 2), 24), ((5, 5), 32), ((20, 1), 16)])
+@pytest.mark.parametrize("scoring", [Scoring(0.2), Scoring(0.2, window=19, soft_cap=2.0)])
+@pytest.mark.parametrize(("heads", "head_dim"), [((9, 3), 64), ((5, 5), 24), ((20, 1), 16)])
 def test_every_type_with_every_scoring_and_shape(
     dtype: torch.dtype, kv_dtype: str | None, scoring: Scoring, heads: tuple[int, int], head_dim: int
 ) -> None:

@@ -80,7 +80,7 @@ def test_tokens_that_are_none_write_nothing_in_front_of_the_pool(dtype: str) -> 
     kv, _ = pools(dtype)
     before = bytes(kv.block(0))
     k, v = torch.randn(2, 2, KV_HEADS, 12)
-    slots = torch.tensor([-1, -1]), torch.tensor([0, 3])
+    slots = torch.tensor([1, -1]), torch.tensor([0, 3])
     triton_kv.store_kv(k, v, kv.pool[1:], LAYER, *slots, None if kv.scales is None else kv.scales[1:])
     assert bytes(kv.block(0)) == before
 

@@ -17,6 +17,7 @@ import torch
 from bench.gpu_bench import Bench, config_of
 from bench.gpu_parity import BLOCK_SIZE, gpu_model, step
 from bench.report import Report
+from engine.borrowing import Loan
 from engine.cuda.memory import CudaKvCache
 from engine.errors import InternalError, TransferError
 from engine.kernels import triton_kv
@@ -96,7 +97,8 @@ def _send(source: CudaKvCache, target: CudaKvCache, sources: list[int], slots: l
 
 
 def _bytes_of(kv: KvCache) -> torch.Tensor:
-    return torch.frombuffer(kv.block(0).obj, dtype=torch.uint8).view(kv.num_blocks, kv.layout.block_bytes)
+    by_byte = torch.frombuffer(kv.block(0).obj, dtype=torch.uint8, count=kv.nbytes)
+    return by_byte.view(kv.num_blocks, kv.layout.block_bytes)
 
 
 class _Ends:
@@ -113,6 +115,12 @@ class _Ends:
 
     def block_adopted(self, ticket_id: str, ordinal: int, num_bytes: int, transport: str) -> None:
         """Of the sender's word: it hears when all are."""
+
+    def blocks_lent(self, loan: Loan) -> None:
+        self.sent.put("a block was lent")
+
+    def loan_over(self, request_id: str, count: int) -> None:
+        self.sent.put("a loan is over that never was")
 
     def block_refused(self, ticket_id: str, ordinal: int, error: TransferError) -> None:
         self.sent.put(f"block {ordinal}: {error}")

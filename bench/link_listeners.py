@@ -7,7 +7,8 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from engine.errors import EngineError, TransferError
+from engine.borrowing import Loan
+from engine.errors import EngineError, InternalError, TransferError
 from kv_transfer.stats import TransferStats
 
 
@@ -50,6 +51,9 @@ class DecodeListener:
                 seen.quiet.update(slots)
                 self.changed.notify_all()
 
+    def blocks_lent(self, loan: Loan) -> None:
+        raise InternalError("nothing is lent here")
+
     def link_lost(self, ticket_ids: Collection[str], error: TransferError) -> None:
         self._give_up(ticket_ids)
 
@@ -71,3 +75,6 @@ class PrefillListener:
 
     def transfer_failed(self, request_id: str, error: EngineError) -> None:
         self.outcomes.put((request_id, type(error).__name__))
+
+    def loan_over(self, request_id: str, count: int) -> None:
+        raise InternalError("nothing is lent here")

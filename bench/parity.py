@@ -37,6 +37,7 @@ from engine.model.registry import load_model
 from engine.model_store import resolve_model
 from engine.native.decoder import load_decoder
 from engine.tokenizer import ChatMessage, Tokenizer
+from kv_transfer.identity import DEFAULT_TRANSPORTS
 from kvrelay import Client, Generation
 
 DATA = REPOSITORY / "tests" / "data"
@@ -209,7 +210,8 @@ def _same_answer(ours: Generation, theirs: Generation) -> bool:
 @click.option("--limit", type=int, default=None, help="Only the first N prompts of each kind.")
 @click.option("--bfloat16", is_flag=True, help="In bfloat16 too.")
 @click.option("--model", default="smollm2-135m", show_default=True)
-def main(as_json: bool, limit: int | None, bfloat16: bool, model: str) -> None:
+@click.option("--kv-transports", default=",".join(DEFAULT_TRANSPORTS), show_default=True, help="Of the split system.")
+def main(as_json: bool, limit: int | None, bfloat16: bool, model: str, kv_transports: str) -> None:
     folder = resolve_model(model, default_model_dir())
     tokenizer = Tokenizer.load(folder)
     golden = read_golden()[:limit]
@@ -227,20 +229,24 @@ def main(as_json: bool, limit: int | None, bfloat16: bool, model: str) -> None:
             f"{dtype}: {forced.steps} steps, {forced.argmax_judged} with a margin of {MARGIN} or more; "
             f"largest difference of a best token's log-probability {forced.worst_logprob_difference:.3f}"
         )
-        compare_systems(report, folder, prompts, dtype, suffix)
+        compare_systems(report, folder, prompts, (dtype, suffix), kv_transports)
     report.print(as_json)
 
 
-def compare_systems(report: Report, folder: Path, prompts: Sequence[Prompt], dtype: str, suffix: str) -> None:
-    """Parts (c) and (d)."""
+def compare_systems(
+    report: Report, folder: Path, prompts: Sequence[Prompt], kind: tuple[str, str], kv_transports: str
+) -> None:
+    """Parts (c) and (d), in a type; `kind`: its name, and what the figures are called by."""
+    dtype, suffix = kind
     flags = ["--dtype", dtype, "--kv-memory-bytes", str(512 << 20), "--native-cache", str(native_dir())]
+    flags += ["--kv-transports", kv_transports]
     single: dict[bool, list[Generation]] = {}
     split: dict[bool, list[Generation]] = {}
     for title, prefill, results in (("single worker", 0, single), ("split", 1, split)):
         with LocalSystem(folder, prefill=prefill, decode=1, worker_flags=flags) as system:
             for sampled in (False, True):
-                kind = f"{dtype}, {'sampled' if sampled else 'greedy'}"
-                results[sampled] = generate_all(system.router_address, prompts, sampled, f"{title}, {kind}")
+                name = f"{dtype}, {'sampled' if sampled else 'greedy'}"
+                results[sampled] = generate_all(system.router_address, prompts, sampled, f"{title}, {name}")
 
     for sampled, name in ((False, "split_equal"), (True, "split_equal_sampled")):
         pairs = list(zip(split[sampled], single[sampled], strict=True))

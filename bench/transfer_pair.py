@@ -28,11 +28,13 @@ from engine.kv_layout import KvLayout
 from engine.native import build
 from engine.native.blocks import NativeBlockCopier
 from kv_transfer.digest import BlockCopier
-from kv_transfer.identity import PeerIdentity
+from kv_transfer.identity import ADOPT, SHM, TCP, PeerIdentity
+from kv_transfer.link import LinkSettings
 from kv_transfer.sender import KvSender, OutgoingBlock, TicketInfo
 from kv_transfer.stats import TransferStats
 
 ANSWER_TIMEOUT_S = 60.0
+ALL = (ADOPT, SHM, TCP)
 GEOMETRIES = {
     "360k": KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16"),
     "2m": KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16"),
@@ -83,6 +85,17 @@ class Transfer:
     checked: bool = True
     generation: int = 0
     """Of the sources. The same as before: their digests are known."""
+    lent: int = 0
+    """The first so many blocks are not sent, but may be read in the sender's pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """What one transfer took."""
+
+    began: float
+    """`time.perf_counter()`, which is the same in all processes of a machine."""
+    seconds: float
 
 
 class SenderProcess:
@@ -120,10 +133,11 @@ class SenderProcess:
             sources=list(transfer.sources),
             generation=transfer.generation,
             checked=transfer.checked,
+            lent=transfer.lent,
         )
 
-    def answer(self) -> float:
-        """Seconds of what was begun."""
+    def answer(self) -> Took:
+        """Of what was begun."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -133,7 +147,7 @@ class SenderProcess:
         told = json.loads(line)
         if told["error"]:
             raise InternalError(f"the transfer failed: {told['error']}")
-        return float(told["seconds"])
+        return Took(float(told["began"]), float(told["seconds"]))
 
     def kill(self) -> None:
         self._process.kill()
@@ -156,17 +170,22 @@ class _Ends:
     def transfer_failed(self, request_id: str, error: EngineError) -> None:
         self.queue.put((time.perf_counter(), f"{type(error).__name__}: {error}"))
 
+    def loan_over(self, request_id: str, count: int) -> None:
+        """Nobody writes into these pools."""
+
 
 @click.command()
 @click.argument("geometry")
 @click.argument("num_blocks", type=int)
 @click.argument("cache")
 def main(geometry: str, num_blocks: int, cache: str) -> None:
-    kv = KvCache(GEOMETRIES[geometry], num_blocks)
+    kv = KvCache(GEOMETRIES[geometry], num_blocks, lent_share=1.0)
     fill(kv, seed=1)
     ends = _Ends()
     senders = {
-        checked: KvSender(identity("prefill-0", geometry), kv, ends, copier=copier(cache, checked))
+        checked: KvSender(
+            identity("prefill-0", geometry), kv, ends, LinkSettings(transports=ALL), copier=copier(cache, checked)
+        )
         for checked in (True, False)
     }
     _say(0.0)
@@ -185,19 +204,20 @@ def main(geometry: str, num_blocks: int, cache: str) -> None:
             sender.open(ticket_id, info, time.monotonic() + ANSWER_TIMEOUT_S)
             _say(0.0)
         else:
-            generation = told["generation"]
+            generation = told["generation"]  # of those that are lent, what the receiver sees: nobody writes here
             blocks = [
-                OutgoingBlock(n, source, block_hash(n), (), generation) for n, source in enumerate(told["sources"])
+                OutgoingBlock(n, source, block_hash(n), (), 0 if n < told["lent"] else generation, n < told["lent"])
+                for n, source in enumerate(told["sources"])
             ]
             began = time.perf_counter()
             sender.send(ticket_id, blocks)
             sender.finish(ticket_id)
             ended, error = ends.queue.get(timeout=ANSWER_TIMEOUT_S)
-            _say(ended - began, error)
+            _say(ended - began, error, began)
 
 
-def _say(seconds: float, error: str = "") -> None:
-    print(json.dumps({"seconds": seconds, "error": error}), flush=True)
+def _say(seconds: float, error: str = "", began: float = 0.0) -> None:
+    print(json.dumps({"began": began, "seconds": seconds, "error": error}), flush=True)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ class PoolSpec(Knobs):
     """Interface for sessions and links; `node`: the address of the Ray node that a worker is placed on. Both demand the
     cluster's key; what they carry is not encrypted."""
     kv_transports: str = ",".join(DEFAULT_TRANSPORTS)
-    """Of links, with commas: some of shm, nccl, tcp, gloo."""
+    """Of links, with commas: some of adopt, shm, nccl, tcp, gloo."""
+    max_lent_share: float = 0.5
+    """Of a prefill worker's pool, what decode workers may read where it is (adopt); the rest is copied."""
     ray_resource: str = ""
     """Of a Ray that was joined: a custom resource of which each worker takes one, so that it is placed on the nodes
     that offer it. Default: any node."""
@@ -292,6 +294,7 @@ class ClusterSpec:
             host=pool.host,
             drain_s=self.supervision.drain_s,
             kv_transports=parse_transports(pool.kv_transports),
+            max_lent_share=pool.max_lent_share,
             engine=pool.engine(model_path, self.dtype, native_cache),
         )
 

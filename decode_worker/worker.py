@@ -31,8 +31,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from decode_worker.hand_over import HandOver
 from decode_worker.stream import Phase, Stream
-from decode_worker.ticket import ask_for, expected_blocks
+from decode_worker.ticket import ask_for, expected_blocks, new_ticket
 from engine.block_hash import unpack_tokens
+from engine.borrowing import Loan
 from engine.engine import Engine, MissingBlock, Reservation, StepOutput
 from engine.errors import (
     ConfigError,
@@ -55,7 +56,7 @@ from worker.config import WorkerConfig
 from worker.core import WorkerCore
 from worker.engine_builder import EngineParts, build_engine
 from worker.incoming import read_request, read_timeout_s
-from worker.outputs import layout_to_proto, output_to_proto
+from worker.outputs import output_to_proto
 from worker.session import Session
 from worker.threads import Threads, Timer
 
@@ -80,7 +81,7 @@ class DecodeWorker:
     @classmethod
     def build(cls, config: WorkerConfig) -> DecodeWorker:
         """Load the model and make a worker of it. Raises `ModelError` or `ConfigError`."""
-        return cls(config, build_engine(config.engine))
+        return cls(config, build_engine(config.engine_of("decode")))
 
     async def start(self) -> None:
         """Raises `ConfigError` if links cannot be accepted on the host."""
@@ -181,32 +182,33 @@ class DecodeWorker:
     def _send_reserved(
         self, record: Stream, missing: Sequence[MissingBlock], cached_tokens: int, wait_s: float
     ) -> None:
-        reserved = worker_pb2.Reserved(
-            request_id=record.request_id,
-            wait_us=round(wait_s * 1e6),
-            ticket=worker_pb2.Ticket(
-                ticket_id=record.key,
-                worker_id=self._core.config.worker_id,
-                incarnation=self._core.incarnation,
-                link_endpoint=self._receiver.endpoint(),
-                lease_ms=round(self._core.config.lease_s * 1000),
-                cached_tokens=cached_tokens,
-                layout=layout_to_proto(self._core.parts.kv.layout),
-            ),
-        )
-        ask_for(reserved.ticket, missing)
+        ticket = new_ticket(record.key, self._core.config, self._core.incarnation, self._core.parts.kv.layout)
+        ticket.link_endpoint, ticket.cached_tokens = self._receiver.endpoint(), cached_tokens
+        ask_for(ticket, missing)
+        reserved = worker_pb2.Reserved(request_id=record.request_id, wait_us=round(wait_s * 1e6), ticket=ticket)
         record.session.send(worker_pb2.SessionResponse(reserved=reserved))
 
     def block_adopted(self, ticket_id: str, ordinal: int, num_bytes: int, transport: str) -> None:
         """On a link thread."""
-        self._core.notify(self._adopted, ticket_id, ordinal)
+        self._core.notify(self._arrived, ticket_id, (ordinal,), lambda engine: engine.adopted(ticket_id, ordinal), None)
 
-    def _adopted(self, key: str, ordinal: int) -> None:
+    def blocks_lent(self, loan: Loan) -> None:
+        """On a link thread."""
+        key, ordinals = loan.ticket_id, tuple(block.ordinal for block in loan.blocks)
+        self._core.notify(self._arrived, key, ordinals, lambda engine: engine.borrow(key, loan), loan)
+
+    def _arrived(
+        self, key: str, ordinals: Sequence[int], operation: Callable[[Engine], None], loan: Loan | None
+    ) -> None:
+        """If the ticket was closed while this was on its way, the blocks count as not arrived."""
         record = self._core.live.by_key(key)
         if record is None or record.stopping or record.phase is not Phase.OPEN or record.hand_over is None:
-            return  # the ticket was closed while this was on its way; the block counts as not arrived
-        record.hand_over.adopt(ordinal)
-        self._core.post(lambda engine: engine.adopted(key, ordinal))
+            if loan is not None:
+                loan.give_back(len(ordinals))
+            return
+        for ordinal in ordinals:
+            record.hand_over.adopt(ordinal)
+        self._on_engine(key, operation)
         if record.hand_over.complete:
             self._table.close(key)
             self._settle(record)
@@ -349,8 +351,7 @@ class DecodeWorker:
         self._send_reserved(record, (), record.request.num_cached_tokens, began - arrival)
 
     def _overdue(self, key: str) -> None:
-        record = self._core.live.by_key(key)
-        if record is not None:
+        if (record := self._core.live.by_key(key)) is not None:
             self._stop(record, DeadlineExceeded("the deadline passed on the decode worker"))
 
     def _stop(self, record: Stream, error: EngineError | None) -> None:
@@ -395,6 +396,5 @@ class DecodeWorker:
         self._core.post(run)
 
     def _refused(self, key: str, error: EngineError) -> None:
-        record = self._core.live.by_key(key)
-        if record is not None:
+        if (record := self._core.live.by_key(key)) is not None:
             self._stop(record, error)

@@ -47,6 +47,8 @@ class Adoption:
     missing: set[int] = field(default_factory=set)
     """Ordinals that were not adopted yet. Filled when the blocks are granted."""
     first_missing: int = 0
+    borrowed: dict[int, int] = field(default_factory=dict)
+    """Ordinal -> block of a peer that holds it, while the request's own is still in its place: those behind a gap."""
 
     def expect(self, ordinals: Iterable[int]) -> None:
         """The grant: these ordinals, a range that ends with the reservation's last block, come over the link."""

@@ -66,7 +66,7 @@ class BlockLedger:
         return self._references(block) == 1 and not self._pool.is_registered(block)
 
     def _can_be_evicted(self, block: int) -> bool:
-        return self._references(block) == 0 and not self._pool.is_pinned(block)
+        return self._references(block) == 0 and self._pool.is_own(block) and not self._pool.is_pinned(block)
 
     def _drop(self, block: int) -> None:
         self._changes[block] -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 
@@ -109,8 +110,7 @@ class BlockManager:
     def acquire(self, blocks: Sequence[int]) -> None:
         """Add a holder to each block: found by `lookup`, or held already, as when a request forks.
 
-        A cached one cannot be evicted any more.
-        """
+        A cached one cannot be evicted any more."""
         self._check_inside(blocks)
         holders, quarantines = self._holders, self._quarantines
         for block in blocks:
@@ -187,6 +187,10 @@ class BlockManager:
         """Blocks of the longest resident prefix of the chain `hashes`. Keeps nothing: `acquire` before `allocate`."""
         return self._index.longest_prefix(hashes)
 
+    def is_own(self, block: int) -> bool:
+        """Whether it is of this pool, and not lent to us: see `engine.borrowing`."""
+        return True
+
     def is_registered(self, block: int) -> bool:
         """Whether `lookup` can find it."""
         return block in self._index
@@ -230,7 +234,7 @@ class BlockManager:
                 raise InternalError(f"block {block} is not in quarantine")
         for block in reversed(blocks):
             self._quarantines[block] -= 1
-            if not self.references(block):
+            if not self._holders[block] and not self._quarantines[block]:
                 self._num_quarantined -= 1
                 self._put_away(block)
 
@@ -241,12 +245,12 @@ class BlockManager:
         `PinLimit` if all names together would pin more than `max_pinned_share` allows, or more than `max_blocks`;
         then nothing has changed.
         """
-        blocks = self.lookup(hashes)
+        blocks = self._index.longest_prefix(hashes)
         if [self._index.parent(block) for block in blocks] != [None, *blocks][: len(blocks)]:
             raise InternalError(f"the hashes of pin {name!r} are no chain from its first block on")
         added, dropped = self._pins.replace(name, blocks, max_blocks)
         for block in added:
-            if not self.references(block):
+            if not self._holders[block] and not self._quarantines[block]:
                 self._cached.remove(block)
                 self._num_idle_pinned += 1
         self._unpinned(dropped)
@@ -304,14 +308,15 @@ class BlockManager:
         assert min(*self._holders, *self._quarantines) >= 0
         free, cached = set(self._free), set(self._cached)
         pinned = {block for block in blocks if block in self._pins}
-        held = {block for block in blocks if self.references(block)}
+        held = {block for block in blocks if self._holders[block] or self._quarantines[block]}
         registered = {block for block in blocks if block in self._index}
         assert len(free) == len(self._free), "a block is free twice"
         assert len(free) + len(cached) + len(pinned - held) + len(held) == len(blocks), "a block was lost"
         assert free | cached | pinned | held == set(blocks), "a block is in two states"
         assert free.isdisjoint(registered), f"free with a hash: {free & registered}"
         assert cached | pinned <= registered, f"cached or pinned without a hash: {(cached | pinned) - registered}"
-        self._check_eviction_order()
+        if self._config.sliding_window is None:
+            self._cached.check_before(self._index.parent)
         self._pins.check_integrity()
         for chain in self._pins.chains():
             parents = [self._index.parent(block) for block in chain]
@@ -319,14 +324,16 @@ class BlockManager:
         for block in self._leased:
             assert self.is_writable(block), f"leased block {block} is shared, or has a hash"
         owned = {block for block in blocks if self._holders[block]} - self._leased
-        stats = self.stats()
+        stats = BlockManager.stats(self)
         assert stats.owned == len(owned), f"{len(owned)} blocks are owned, {stats}"
         assert stats.quarantined == len(held - owned - self._leased), f"{stats}"
         assert stats.cached == len(cached) + len(pinned - held), f"{stats}"
         assert stats.copies_avoided == sum(max(0, count - 1) for count in self._holders), f"{stats}"
 
-    def __repr__(self) -> str:
-        return f"BlockManager({self.stats()})"
+    def check_holders(self, holders: Counter[int]) -> None:
+        """`holders`: how many references each block must have, by id."""
+        for block in range(self._num_blocks):
+            assert self.references(block) == holders[block], f"block {block} has {holders[block]} holders"
 
     def _evict(self) -> int:
         evicted = self._cached.pop_oldest()
@@ -369,7 +376,7 @@ class BlockManager:
 
     def _unpinned(self, blocks: Sequence[int]) -> None:
         for block in reversed(blocks):
-            if not self.references(block):
+            if not self._holders[block] and not self._quarantines[block]:
                 self._num_idle_pinned -= 1
                 self._put_away(block)
 
@@ -391,10 +398,3 @@ class BlockManager:
         # A negative id would find the last blocks.
         if blocks and (min(blocks) < 0 or max(blocks) >= self._num_blocks):
             raise InternalError(f"blocks {list(blocks)}: the pool has 0 to {self._num_blocks - 1}")
-
-    def _check_eviction_order(self) -> None:
-        if self._config.sliding_window is None:
-            seen: set[int] = set()
-            for block in self._cached:
-                assert self._index.parent(block) not in seen, f"block {block} would be evicted after its parent"
-                seen.add(block)

@@ -30,3 +30,9 @@ class BlockStats:
     """Cached blocks given up since the start."""
     event_overflows: int = 0
     """How often since the start events were dropped because nobody took them."""
+    lent: int = 0
+    """Of the owned ones: peers may read them where they are."""
+    borrowed: int = 0
+    """Blocks of peers that requests here read: beside `total`."""
+    borrowed_lost: int = 0
+    """Since the start: borrowed blocks that their owner took back while they were used."""

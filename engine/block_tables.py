@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,12 +9,12 @@ from engine.adoption import Adoption, MissingBlock
 from engine.block_hash import BlockIdentity, block_chain, extend_chain, pack_tokens
 from engine.block_manager import BlockManager
 from engine.block_names import BlockNames
+from engine.block_table_checks import NO_BLOCK, check_tables
+from engine.borrowing import BorrowingBlockManager, Loan
 from engine.config import CacheConfig
+from engine.errors import InternalError
 from engine.host_tier import HostTier
 from engine.request import Request, RequestKind, RequestStatus
-
-NO_BLOCK = -1
-"""Stands in a block table for a block that left the sliding window: whoever reads it reads too far back."""
 
 
 @dataclass(slots=True)
@@ -133,12 +132,12 @@ class BlockTables:
 
         Both have the same tokens there, and the parent has computed them. All blocks are shared, the last one too if
         it is partial: whoever is to write into it first gets a copy then. False, and nothing has changed, if the
-        parent has given blocks back that the child needs.
+        parent has given blocks back that the child needs, or the last one is a peer's: nobody may write behind its end.
         """
-        released = parent.num_released_blocks
-        if released > self._config.blocks_outside_window(num_tokens):
+        released, num_full = parent.num_released_blocks, num_tokens // self._config.block_size
+        ends_in_own = num_tokens % self._config.block_size == 0 or self._blocks.is_own(parent.block_table[num_full])
+        if released > self._config.blocks_outside_window(num_tokens) or not ends_in_own:
             return False
-        num_full = num_tokens // self._config.block_size
         child.block_table = parent.block_table[: self._config.blocks_for(num_tokens)]
         self._blocks.acquire(child.block_table[released:])
         child.block_hashes = parent.block_hashes[:num_full]
@@ -224,12 +223,44 @@ class BlockTables:
         """No link writes into these blocks of the request any more."""
         self._blocks.unlease([request.block_table[i] for i in ordinals])
 
+    def borrow(self, request: Request, loan: Loan) -> None:
+        """Hold what the request lacks of `loan`, and give the rest back.
+
+        Raises `InternalError` if it has one of the blocks already; then all have gone back, and nothing has changed.
+        """
+        adoption = request.adoption
+        missing = adoption.missing if adoption is not None and not adoption.given_up else ()
+        wanted = [lent for lent in loan.blocks if lent.ordinal in missing]
+        loan.give_back(len(loan.blocks) - len(wanted))
+        if adoption is None or not wanted:
+            return
+        ids = {loan.lender.first_block + lent.source for lent in wanted}
+        if len(ids) < len(wanted) or not ids.isdisjoint([*request.block_table, *adoption.borrowed.values()]):
+            loan.give_back(len(wanted))
+            raise InternalError(f"request {request.request_id} was lent a block twice")
+        assert isinstance(self._blocks, BorrowingBlockManager), "nobody can lend to this pool"
+        self.close_transfer(request, [lent.ordinal for lent in wanted])
+        for lent in wanted:
+            adoption.borrowed[lent.ordinal] = self._blocks.borrow(loan, lent)
+            adoption.adopt(lent.ordinal)
+
+    def exchange(self, request: Request, adoption: Adoption) -> None:
+        """Put borrowed blocks in the place of the request's own, up to the first gap. What is behind it waits, or goes
+        back if the gap stays: then it is to be computed, and nobody computes into a borrowed block."""
+        borrowed = adoption.borrowed
+        for ordinal in [o for o in borrowed if not adoption.missing or o < adoption.first_missing]:
+            own, request.block_table[ordinal] = request.block_table[ordinal], borrowed.pop(ordinal)
+            self._blocks.release((own,))
+        if adoption.given_up:
+            self._blocks.release(list(borrowed.values()))
+            borrowed.clear()
+
     def park(self, request: Request) -> bool:
         """Copy the KV of a request that is to be preempted to host memory, for its next admission.
 
-        False, and nothing has changed, if there is no room for it.
+        False, and nothing has changed, if there is no room for it, or a block of it is a peer's.
         """
-        if self._host is None:
+        if self._host is None or not all(map(self._blocks.is_own, request.block_table)):
             return False
         released, published = request.num_released_blocks, request.num_published_blocks
         hashes: list[bytes | None] = (
@@ -248,6 +279,8 @@ class BlockTables:
         adoption = request.adoption
         if adoption is not None and not adoption.given_up:
             self.close_transfer(request, adoption.missing)
+            self._blocks.release(list(adoption.borrowed.values()))
+            adoption.borrowed.clear()
         table = request.block_table[request.num_released_blocks :]
         num_published = request.num_published_blocks - request.num_released_blocks
         busy = set(busy_slots).intersection(table)
@@ -295,52 +328,9 @@ class BlockTables:
         self._blocks.check_integrity()
         if self._host is not None:
             self._host.check_integrity({r.request_id for r in requests if r.status is RequestStatus.WAITING})
-        holders, leased = Counter[int](), 0
-        for request in requests:
-            holders.update(self._check_table(request))
-            if request.adoption is not None and not request.adoption.given_up:
-                leased += len(request.adoption.missing)
-        self._check_shared_blocks(requests)
-        for quarantine in self._quarantines:
-            assert quarantine.busy, "a quarantine without a busy block"
-            holders.update(quarantine.blocks)
-        for block in range(self._config.num_blocks):
-            assert self._blocks.references(block) == holders[block], f"block {block} has {holders[block]} holders"
-        assert self._blocks.stats().leased == leased
-
-    def _check_table(self, request: Request) -> list[int]:
-        """Returns its blocks."""
-        released, published = request.num_released_blocks, request.num_published_blocks
-        blocks = request.block_table[released:]
-        released_are_gone = request.block_table[:released] == [NO_BLOCK] * released and NO_BLOCK not in blocks
-        assert released_are_gone, f"{request.request_id} lacks a block"
-        assert len(set(blocks)) == len(blocks), f"{request.request_id} has a block twice"
-        if self._config.sliding_window is None:
-            assert released == 0
-            if self._config.enable_prefix_caching:
-                assert self._blocks.lookup(request.block_hashes[:published]) == request.block_table[:published]
-        for i in range(released, published):
-            block = request.block_table[i]
-            found = self._blocks.lookup([request.block_hashes[i]])
-            assert found == [block] or not self._blocks.is_registered(block), f"block {block} has another's hash"
-        num_begun = self._config.blocks_for(request.num_computed_tokens)
-        for block in request.block_table[num_begun:]:
-            assert self._blocks.references(block) == 1, f"empty block {block} is shared"
-        return blocks
-
-    def _check_shared_blocks(self, requests: Iterable[Request]) -> None:
-        """Invariant 4. A hash says of a published block what the tokens say of the others."""
-        size = self._config.block_size
-        seen: dict[int, tuple[int, list[int]]] = {}
-        for request in requests:
-            for i in range(request.num_released_blocks, self._config.blocks_for(request.num_computed_tokens)):
-                block = request.block_table[i]
-                if self._blocks.references(block) == 1 or self._blocks.is_registered(block):
-                    continue
-                tokens = request.token_ids[: min(request.num_computed_tokens, (i + 1) * size)]
-                ordinal, others = seen.setdefault(block, (i, tokens))
-                common = min(len(tokens), len(others))
-                assert (ordinal, others[:common]) == (i, tokens[:common]), f"block {block} is shared by mistake"
+        assert all(quarantine.busy for quarantine in self._quarantines), "a quarantine without a busy block"
+        quarantined = [block for quarantine in self._quarantines for block in quarantine.blocks]
+        check_tables(self._config, self._blocks, requests, quarantined)
 
     def _register_full_blocks(self, request: Request, num_full: int) -> None:
         self._hash_full_blocks(request)

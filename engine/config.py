@@ -193,6 +193,11 @@ class EngineConfig(Knobs):
     """Who computes: "native" code, compiled for this CPU; the plain PyTorch "reference"; or "auto", which is native
     where that can run the model, and says why where it cannot."""
 
+    borrows: bool = False
+    """Whether blocks of peers on this host may be read where they are, by a decode worker."""
+    lent_share: float = 0.0
+    """Of the pool, what peers on this host may read where it is: see `WorkerConfig.max_lent_share`."""
+
     def __post_init__(self) -> None:
         Knobs.__post_init__(self)
         self.check_works()
@@ -202,5 +207,7 @@ class EngineConfig(Knobs):
             raise ConfigError("preemption swap needs host memory: set swap_space, or preemption recompute")
         if self.kernels not in KERNELS:
             raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
+        if not 0.0 <= self.lent_share <= 1.0:
+            raise ConfigError(f"lent_share must be in [0, 1], got {self.lent_share}")
         if self.num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")

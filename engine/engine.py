@@ -14,23 +14,23 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from engine.adoption import MissingBlock, Reservation
 from engine.batch import GrantedBlocks, ScheduledBatch
-from engine.block_copy import copy_block, host_copies
 from engine.block_events import EventBatch, Snapshot
 from engine.block_hash import BlockIdentity
-from engine.block_manager import BlockManager
 from engine.block_names import BlockNames
+from engine.borrowing import BorrowingBlockManager, Loan
 from engine.config import CacheConfig, SchedulerConfig
 from engine.engine_stats import EngineStats
 from engine.errors import InternalError, RequestError
-from engine.host_tier import HostStats, HostTier
+from engine.host_tier import HostStats
 from engine.kv_cache import KvCache
+from engine.lending import LendingBlockManager
 from engine.model.decoder import Model
 from engine.model_runner import ModelRunner, check_model_fits_pool
 from engine.parallel_sampling import common_prefix
+from engine.pool_manager import host_tier, pool_manager
 from engine.prompt_logprobs import prompt_logprobs
 from engine.request import Request, RequestKind, RequestStatus
 from engine.sampler import SampledToken, SampleRow, TokenLogprobs, sample
@@ -66,13 +66,8 @@ class Engine:
         self._config = model.config
         self._kv_layout = kv.layout
         self._runner = ModelRunner(model, kv)
-        self._host = _host_tier(kv)
-        self._blocks = BlockManager(
-            cache_config,
-            copy_block=partial(copy_block, kv),
-            on_evict=self._host.store if self._host else None,
-            incarnation=incarnation,
-        )
+        self._host = host_tier(kv)
+        self._blocks = pool_manager(kv, cache_config, self._host.store if self._host else None, incarnation)
         self.names = BlockNames()
         self._scheduler = Scheduler(
             scheduler_config, cache_config, self._blocks, identity, max_model_len, host=self._host, names=self.names
@@ -90,6 +85,7 @@ class Engine:
         from fail the one request that they are for.
         """
         began = self._clock()
+        self._take_back()
         batch = self._scheduler.schedule(began, self._rates.tokens_per_step)
         self._announce(batch.granted)
         if not batch.sequences:
@@ -106,7 +102,7 @@ class Engine:
             _log.exception("a step with %d requests failed", len(batch.sequences))
             return self._fail([sequence.request for sequence in batch.sequences], error)
         drawn = {request.request_id: token for (_, request), token in zip(draws, tokens, strict=True)}
-        updates = self._apply(batch, drawn, told, began)
+        updates = self._apply(self._without_lost(batch), drawn, told, began)
         self._rates.record(batch, self._clock() - began)
         return StepOutput(updates)
 
@@ -170,6 +166,14 @@ class Engine:
         """The KV of this missing block is in its slot and verified. Ignored if it is not expected any more."""
         if request := self._find(request_id):
             self._scheduler.adopt(request, ordinal)
+
+    def borrow(self, request_id: str, loan: Loan) -> None:
+        """Missing blocks of the request need not come: they can be read where they are, in a peer's pool. What is not
+        expected any more goes back. Raises `InternalError` if the request has one of them already; then all do."""
+        if request := self._find(request_id):
+            self._scheduler.borrow(request, loan)
+        else:
+            loan.give_back(len(loan.blocks))
 
     def start(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Append the tokens that the router has emitted since `reserve`. The request runs once its KV is settled.
@@ -248,6 +252,11 @@ class Engine:
         """Of a block of the pool: grows each time that it is handed out."""
         return self._blocks.generation(block)
 
+    @property
+    def lender(self) -> LendingBlockManager | None:
+        """What lends blocks of this pool to peers. None: it lends none."""
+        return self._blocks if isinstance(self._blocks, LendingBlockManager) else None
+
     def take_block_events(self) -> EventBatch:
         """What became resident and what was evicted since the last call."""
         return self._blocks.take_events()
@@ -282,6 +291,15 @@ class Engine:
         self._scheduler.check_integrity()
         waiting = (r for r in self._scheduler.live if r.status is RequestStatus.WAITING)
         assert self._reserving.keys() == {r.request_id for r in waiting if r.adoption is not None}
+
+    def _take_back(self) -> None:
+        if isinstance(self._blocks, BorrowingBlockManager) and (lost := self._blocks.find_lost()):
+            self._scheduler.take_back(lost)
+
+    def _without_lost(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """Without the results of requests whose borrowed blocks were taken back during the step: these start again."""
+        self._take_back()
+        return replace(batch, sequences=tuple(s for s in batch.sequences if s.request.status is RequestStatus.RUNNING))
 
     def _announce(self, grants: Iterable[GrantedBlocks]) -> None:
         for grant in grants:
@@ -376,8 +394,3 @@ class Engine:
         if request is None:
             self._num_unknown_ids += 1
         return request
-
-
-def _host_tier(kv: KvCache) -> HostTier | None:
-    copies = host_copies(kv)
-    return None if copies is None else HostTier(kv.num_host_blocks, kv.layout.block_bytes, copies)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.errors import ConfigError, InternalError
 from engine.kv_layout import KvLayout
 from engine.machine import memory_bytes
+from engine.peer_windows import GENERATION_BYTES, PeerWindows, generations_offset
 
 _DTYPES = {
     "float32": torch.float32,
@@ -30,16 +35,32 @@ class KvCache:
     """The KV pool of one worker, zero at first; the system provides each page when it is first written.
 
     On Linux the memory is a memfd, so that a peer on this host can map `fd`. It is sealed: nobody can resize it,
-    and (Linux 5.1 and later) no mapping but ours can write to it.
+    and (Linux 5.1 and later) no mapping but ours can write to it. Behind the blocks it holds the generation of each
+    slot, for peers that read blocks where they are.
     """
 
     device = "cpu"
     """Where it is, as torch names it."""
+    max_lent_blocks = 0
+    generations: npt.NDArray[np.uint64] | None = None
+    """Of each slot, as peers see it; kept up by who lends. None where nobody can see it."""
+    windows: PeerWindows | None = None
 
-    def __init__(self, layout: KvLayout, num_blocks: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        *,
+        borrows: bool = False,
+        lent_share: float = 0.0,
+        fence: Callable[[], None] = lambda: None,
+    ) -> None:
         """Raises `ConfigError` naming `kv_memory_bytes` if the machine cannot hold the pool; nothing stays open.
 
-        `num_host_blocks`: room in host memory for blocks that leave the pool.
+        `num_host_blocks`: room in host memory for blocks that leave the pool. `borrows` (Linux): blocks of peers can
+        be read beside ours. `lent_share`: of our blocks, what peers may read at once where it is. Both need `fence`,
+        a full memory barrier, where another process may see our writes in another order (`engine.native.fence`).
         """
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
@@ -48,24 +69,28 @@ class KvCache:
         self._block_bytes = layout.block_bytes  # which works it out each time
         self.nbytes = num_blocks * self._block_bytes
         _check_physical_memory(self.nbytes)
-        self.fd: int | None = _sealable_memfd(self.nbytes) if sys.platform == "linux" else None
+        self.fence = fence
+        self.max_lent_blocks = int(lent_share * num_blocks)
+        offset = generations_offset(self.nbytes)
+        size = offset + num_blocks * GENERATION_BYTES
+        self.fd: int | None = _sealable_memfd(size) if sys.platform == "linux" else None
         self._give_fd_back = None if self.fd is None else weakref.finalize(self, os.close, self.fd)
         """Now, by `close`, or with the pool, if nobody closes it."""
         try:
-            memory = mmap.mmap(-1 if self.fd is None else self.fd, self.nbytes)
+            memory = self._map(size, borrows)
+            if self.fd is not None and not borrows:
+                self.generations = np.frombuffer(memoryview(memory), np.uint64, num_blocks, offset)
             if self.fd is not None:
                 _seal(self.fd)
-        except (OSError, MemoryError, OverflowError, ValueError) as error:
+        except (OSError, MemoryError, OverflowError, ValueError, ConfigError) as error:
             self._close_fd()
             raise _does_not_fit(self.nbytes, error) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # only a hint: the kernel may be built without it
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = memoryview(memory)
-        by_block = torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, layout.block_bytes)
+        length = self.num_block_ids * self._block_bytes
+        self._bytes = memoryview(memory).cast("B")[:length]
+        by_block = torch.frombuffer(memory, dtype=torch.uint8, count=length).view(-1, self._block_bytes)
         self.pool, self.scales = kv_views(by_block, layout)
-        """[blocks, layers, 2 (K, V), kv_heads, block_size, head_dim]: contiguous inside a block, and as a whole unless
-        scales stand between the blocks."""
+        """[block ids, layers, 2 (K, V), kv_heads, block_size, head_dim]: contiguous inside a block, and as a whole
+        unless scales stand between the blocks. Blocks of peers are read only: writing there ends the process."""
         # Scales: [blocks, layers, 2 (K, V), kv_heads] float32, in a quantized type; see `engine.kernels.quantized`.
         self.host: KvCache | None = None
         """Host memory: as the pool of a worker without a GPU is in it too, it is one more pool."""
@@ -81,6 +106,16 @@ class KvCache:
         return 0 if self.host is None else self.host.num_blocks
 
     @property
+    def num_block_ids(self) -> int:
+        """Our blocks, and behind them those of peers."""
+        return self.num_blocks if self.windows is None else self.windows.num_block_ids
+
+    @property
+    def lends(self) -> bool:
+        """Whether peers on this host may read blocks where they are."""
+        return self.generations is not None and self.max_lent_blocks > 0
+
+    @property
     def address(self) -> int:
         """Of block 0 in this process, for native copies. Not to be kept beyond `close`."""
         if self.closed:
@@ -93,12 +128,22 @@ class KvCache:
 
     def block(self, block: int) -> memoryview:
         """The bytes of one block, `layout.block_bytes` long, writable, no copy."""
-        if not 0 <= block < self.num_blocks:
+        if not 0 <= block < self.num_block_ids:
             raise InternalError(f"block {block} is outside the pool of {self.num_blocks} blocks")
         if self.closed:
             raise InternalError("the KV pool is closed")
         start = block * self._block_bytes
         return self._bytes[start : start + self._block_bytes]
+
+    def _map(self, size: int, borrows: bool) -> mmap.mmap | ctypes.Array[ctypes.c_ubyte]:
+        if borrows and self.fd is not None:
+            self.windows = PeerWindows(self.fd, self.nbytes, self.num_blocks)
+            return self.windows.memory
+        memory = mmap.mmap(-1 if self.fd is None else self.fd, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # only a hint: the kernel may be built without it
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
 
     def close(self) -> None:
         """Give the memory back. A second call does nothing.
@@ -108,7 +153,7 @@ class KvCache:
         """
         self._bytes = memoryview(b"")
         self.pool = torch.empty(0, dtype=self.pool.dtype)
-        self.scales = None
+        self.scales = self.windows = self.generations = None
         self._close_fd()
         if self.host is not None:
             self.host.close()

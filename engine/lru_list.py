@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from engine.errors import InternalError
 
@@ -78,3 +78,10 @@ class LruList:
         assert [self._previous[self._next[item]] for item in members] == members
         absent = set(range(self._anchor)) - set(members)
         assert all(self._next[item] == self._previous[item] == _ABSENT for item in absent)
+
+    def check_before(self, parent: Callable[[int], int | None]) -> None:
+        """That no member comes after its parent."""
+        seen: set[int] = set()
+        for item in self:
+            assert parent(item) not in seen, f"{item} comes after its parent"
+            seen.add(item)

@@ -163,6 +163,11 @@ class Request:
         return range(max(self.num_computed_tokens, self.num_prompt_logprobs), end)
 
     @property
+    def kv_will_come(self) -> bool:
+        """From a link, as long as nobody gives that up."""
+        return self.adoption is not None and not self.adoption.given_up
+
+    @property
     def draws_along(self) -> bool:
         """Whether it waits for another request's next draw, and needs neither blocks nor a turn until then."""
         return self.sample_of is not None and self.sample_of.status in _WILL_DRAW

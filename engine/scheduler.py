@@ -11,6 +11,7 @@ from engine.block_hash import BlockIdentity
 from engine.block_manager import BlockManager
 from engine.block_names import BlockNames
 from engine.block_tables import BlockTables
+from engine.borrowing import Loan
 from engine.config import CacheConfig, SchedulerConfig
 from engine.decision import Admission, SchedulerState, decide
 from engine.engine_stats import QueueStats
@@ -184,20 +185,27 @@ class Scheduler:
 
     def adopt(self, request: Request, ordinal: int) -> None:
         """The KV of one missing block arrived and was verified. Ignored once the request waits for it no more."""
-        adoption = request.adoption
-        if request.status is not RequestStatus.AWAITING_KV or adoption is None:
-            return
-        if adoption.given_up or ordinal not in adoption.missing:
-            return
-        self._tables.close_transfer(request, (ordinal,))
-        adoption.adopt(ordinal)
-        self._settle(request, adoption)
+        adoption, awaits_kv = request.adoption, request.status is RequestStatus.AWAITING_KV and request.kv_will_come
+        if adoption is not None and awaits_kv and ordinal in adoption.missing:
+            self._tables.close_transfer(request, (ordinal,))
+            adoption.adopt(ordinal)
+            self._settle(request)
+
+    def borrow(self, request: Request, loan: Loan) -> None:
+        self._tables.borrow(request, loan)
+        self._settle(request)
+
+    def take_back(self, lost: Collection[int]) -> None:
+        """These borrowed blocks hold other KV by now: who computes from them starts again from its tokens."""
+        for request in [r for r in self._running.values() if not set(lost).isdisjoint(r.block_table)]:
+            self._preempt(request)
+        self._blocked = False
 
     def start(self, request: Request) -> None:
         """`request.token_ids` has all that the router knows. Ignored if it was started before."""
         if request.adoption is not None:
             request.adoption.started = True
-            self._settle(request, request.adoption)
+            self._settle(request)
 
     def give_up_transfer(self, request: Request) -> None:
         """Keep what has arrived up to the first gap, and compute the rest. Ignored if there is nothing to give up."""
@@ -206,7 +214,7 @@ class Scheduler:
             return
         self._tables.close_transfer(request, adoption.missing)
         adoption.given_up = True
-        self._settle(request, adoption)
+        self._settle(request)
 
     def hold(self, request: Request) -> None:
         """Compute no more for it, but keep its blocks for the link; they go with `finish`."""
@@ -251,7 +259,7 @@ class Scheduler:
         return not self._blocked and bool(self._running or self._waiting)
 
     def stats(self) -> QueueStats:
-        computing = [r for r in self._live.values() if r.status in _QUEUED and not (_kv_will_come(r) or r.draws_along)]
+        computing = [r for r in self._live.values() if r.status in _QUEUED and not (r.kv_will_come or r.draws_along)]
         tokens = (request.num_uncomputed_tokens for request in computing)
         num_held = len(self._live) - len(self._running) - len(self._waiting) - len(self._awaiting_kv)
         return QueueStats(
@@ -315,17 +323,19 @@ class Scheduler:
         self._awaiting_kv[request.request_id] = request
         cached = request.num_computed_tokens
         granted = GrantedBlocks(request, cached, self._tables.open_transfer(request, adoption))
-        self._settle(request, adoption)
+        self._settle(request)
         return granted
 
-    def _settle(self, request: Request, adoption: Adoption) -> None:
+    def _settle(self, request: Request) -> None:
         """Take stock of what is resident, and run the request if it waits for nothing more.
 
         At least the last token known is left to compute: its logits give the next. That is the router's first token,
         whose KV nobody has; or the last of the prompt, if the prefill worker died before it told that token.
         """
-        if request.status is not RequestStatus.AWAITING_KV:
+        adoption = request.adoption
+        if adoption is None or request.status is not RequestStatus.AWAITING_KV:
             return
+        self._tables.exchange(request, adoption)
         resident = adoption.resident_tokens(self._cache_config.block_size)
         request.num_computed_tokens = min(resident, len(request.token_ids) - 1)
         self._tables.publish(request)
@@ -388,7 +398,3 @@ class Scheduler:
     def _blocks_needed(self, request: Request) -> int:
         """At worst."""
         return self._cache_config.blocks_for(request.max_kv_tokens)
-
-
-def _kv_will_come(request: Request) -> bool:
-    return request.adoption is not None and not request.adoption.given_up

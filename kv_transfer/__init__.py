@@ -30,6 +30,8 @@ A link is one connected socket for one (P, D incarnation) pair and carries all t
 Its control frames are length-prefixed msgpack with a closed schema (frames.py). The transports differ only in where
 the payload of a block comes from:
 
+    adopt   nowhere: D reads it in P's pool, which it has mapped, for as long as it needs it;
+            only where it is named                                                             transport_adopt.py
     shm     D copies it out of P's pool, which it has mapped; on one host                      transport_shm.py
     nccl    through a NCCL communicator of the pair, between GPUs                              transport_nccl.py
     tcp     it follows its frame on the control connection                                     transport_tcp.py
@@ -41,7 +43,15 @@ anything is mapped, allocated or told.
 
 The two may lay their blocks out otherwise: D may hold fewer heads, or another number of tokens in a block. The ticket
 says how D's are; P makes blocks of that layout before it takes their digest, and everything above stays as it is, for
-tickets, hashes and slots are D's anyway (conversion.py). `shm` takes blocks as they are, so such links are `tcp`.
+tickets, hashes and slots are D's anyway (conversion.py). `shm` and `adopt` take blocks as they are, so such links are
+`tcp`.
+
+Without a copy (`adopt`), a LEND frame says where each block is, and in which generation of its slot. D adopts them as
+it adopts what was copied, but for the digest: it is P's memory itself that it reads. The last block of a prompt, into
+which D goes on writing, and what P may not lend, is copied over the same link. While anything is lent, P asks now and
+then (ASK_LOANS), and D answers with what it needs no more (RELEASE); an answer that does not come within the lease ends
+the link, and with it all that was lent over it (loans.py). What P then does with the memory, D sees by the generations
+(engine/lending.py, engine/borrowing.py).
 
 What can go wrong can be made to: faults.py injects faults into the frames of either direction.
 

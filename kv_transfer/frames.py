@@ -18,7 +18,9 @@ import msgpack
 from engine.block_hash import HASH_BYTES
 from engine.errors import ProtocolError
 from kv_transfer.digest import DIGEST_BYTES
+from kv_transfer.frame_fields import Check, Invalid, blob, bytes_up_to, flat_map, number, optional, text, tuple_of
 from kv_transfer.identity import FINGERPRINT_BYTES, MAX_ID_BYTES
+from kv_transfer.loan_records import LOAN_BYTES
 
 PROTOCOL_VERSION = 2
 OLDEST_PROTOCOL_VERSION = 1
@@ -33,7 +35,10 @@ MAX_GROUP_BLOCKS = 128
 """Of one `Blocks` frame. They fit into a frame, their answer too."""
 MAX_GROUP_BYTES = 64 * 1024 * 1024
 """Payload of one `Blocks` frame; a single larger block is allowed."""
+MAX_LENT_BLOCKS = 256
+"""Of one `Lend` frame."""
 MAX_RENEWED_TICKETS = 64
+MAX_RELEASED_TICKETS = 64
 MAX_ACKED_ORDINALS = 256
 MAX_MESSAGE_BYTES = 512
 NONCE_BYTES = 32
@@ -200,14 +205,53 @@ class Proof:
     mac: bytes
 
 
-Frame = Hello | Welcome | Refused | Block | Finish | Renew | Abort | Ack | Nack | Blocks | Meet | Challenge | Proof
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lend:
+    """P to D, on links of `adopt`: these blocks of one ticket are complete, and D may read them in P's pool."""
+
+    ticket_id: str
+    incarnation: str
+    """Of D, as the ticket says."""
+    records: bytes
+    """See `kv_transfer.loan_records`."""
 
 
-class _Invalid(Exception):
-    """A field's value breaks its rule; the message is the rule."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskLoans:
+    """P to D, while blocks are lent: do you still have them?"""
+
+    number: int
+    """At least 1, counting up."""
 
 
-_Check = Callable[[Any], Any]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """D to P: of these tickets so many blocks are not read any more."""
+
+    number: int
+    """Of the newest `AskLoans` that came: whoever answers lives."""
+    ticket_ids: tuple[str, ...]
+    counts: tuple[int, ...]
+
+
+Frame = (
+    Hello
+    | Welcome
+    | Refused
+    | Block
+    | Finish
+    | Renew
+    | Abort
+    | Ack
+    | Nack
+    | Blocks
+    | Meet
+    | Challenge
+    | Proof
+    | Lend
+    | AskLoans
+    | Release
+)
 
 
 def clipped(message: str) -> str:
@@ -215,74 +259,21 @@ def clipped(message: str) -> str:
     return message.encode("utf-8", "replace")[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore")
 
 
-def _utf8(value: str) -> bytes:
-    try:
-        return value.encode()
-    except UnicodeEncodeError:
-        raise _Invalid("text without lone surrogates") from None
-
-
-def _number(bits: int) -> _Check:
-    def check(value: Any) -> Any:
-        if type(value) is not int or not 0 <= value < 1 << bits:
-            raise _Invalid(f"an integer in [0, 2^{bits})")
-        return value
-
-    return check
-
-
-def _text(max_bytes: int) -> _Check:
-    def check(value: Any) -> Any:
-        if type(value) is not str or len(value) > max_bytes or not (value.isascii() or len(_utf8(value)) <= max_bytes):
-            raise _Invalid(f"text of at most {max_bytes} bytes")
-        return value
-
-    return check
-
-
-def _blob(size: int) -> _Check:
-    def check(value: Any) -> Any:
-        if type(value) is not bytes or len(value) != size:
-            raise _Invalid(f"{size} bytes")
-        return value
-
-    return check
-
-
-def _bytes(max_bytes: int) -> _Check:
-    def check(value: Any) -> Any:
-        if type(value) is not bytes or len(value) > max_bytes:
-            raise _Invalid(f"at most {max_bytes} bytes")
-        return value
-
-    return check
-
-
-def _optional(inner: _Check) -> _Check:
-    def check(value: Any) -> Any:
-        return None if value is None else inner(value)
-
-    return check
-
-
-def _tuple(inner: _Check, max_items: int) -> _Check:
-    def check(value: Any) -> Any:
-        if type(value) not in (tuple, list) or len(value) > max_items:
-            raise _Invalid(f"a list of at most {max_items} items")
-        return tuple(inner(item) for item in value)
-
-    return check
-
-
 def _entries(value: Any) -> Any:
     if type(value) not in (tuple, list) or not 0 < len(value) <= MAX_GROUP_BLOCKS:
-        raise _Invalid(f"a list of 1 to {MAX_GROUP_BLOCKS} blocks")
+        raise Invalid(f"a list of 1 to {MAX_GROUP_BLOCKS} blocks")
     return tuple(_entry(item) for item in value)
+
+
+def _loan_records(value: Any) -> Any:
+    if type(value) is not bytes or len(value) % LOAN_BYTES or not 0 < len(value) <= MAX_LENT_BLOCKS * LOAN_BYTES:
+        raise Invalid(f"1 to {MAX_LENT_BLOCKS} records of {LOAN_BYTES} bytes")
+    return value
 
 
 def _entry(value: Any) -> BlockEntry:
     if not isinstance(value, (tuple, list)) or len(value) != len(_ENTRY_CHECKS):
-        raise _Invalid(f"a list of blocks with {len(_ENTRY_CHECKS)} fields each")
+        raise Invalid(f"a list of blocks with {len(_ENTRY_CHECKS)} fields each")
     ordinal, slot, generation, content_hash, digest, offset = value
     if not (
         type(ordinal) is type(slot) is type(generation) is int
@@ -300,38 +291,31 @@ def _entry(value: Any) -> BlockEntry:
     return value if type(value) is BlockEntry else BlockEntry(ordinal, slot, generation, content_hash, digest, offset)
 
 
-def _flat_map(value: Any) -> Any:
-    """Keys are text; `KvLayout.from_wire` judges the rest."""
-    if type(value) is not dict or len(value) > 16:
-        raise _Invalid("a map of at most 16 entries")
-    for key, item in value.items():
-        if type(key) is not str or type(item) not in (int, str):
-            raise _Invalid("a map from text to integers and texts")
-    return value
-
-
 _LIMIT_32, _LIMIT_64 = 1 << 32, 1 << 64
-_U32, _U64 = _number(32), _number(64)
-_ID, _NAME = _text(MAX_ID_BYTES), _text(_MAX_NAME_BYTES)
-_MESSAGE = _text(MAX_MESSAGE_BYTES)
-_FEATURES = _tuple(_NAME, _MAX_CAPABILITIES)
-_HASH = _blob(HASH_BYTES)
-_ENTRY_CHECKS: tuple[_Check, ...] = (_U32, _U32, _U64, _HASH, _blob(DIGEST_BYTES), _optional(_U64))
+_U32, _U64 = number(32), number(64)
+_ID, _NAME = text(MAX_ID_BYTES), text(_MAX_NAME_BYTES)
+_MESSAGE = text(MAX_MESSAGE_BYTES)
+_FEATURES = tuple_of(_NAME, _MAX_CAPABILITIES)
+_HASH = blob(HASH_BYTES)
+_ENTRY_CHECKS: tuple[Check, ...] = (_U32, _U32, _U64, _HASH, blob(DIGEST_BYTES), optional(_U64))
 
-_CHECKS: dict[type[Frame], tuple[_Check, ...]] = {
-    Hello: (_U32, _U32, _ID, _ID, _ID, _ID, _blob(FINGERPRINT_BYTES), _flat_map, _NAME, _U64, _FEATURES),
+_CHECKS: dict[type[Frame], tuple[Check, ...]] = {
+    Hello: (_U32, _U32, _ID, _ID, _ID, _ID, blob(FINGERPRINT_BYTES), flat_map, _NAME, _U64, _FEATURES),
     Welcome: (_U32, _FEATURES),
     Refused: (_NAME, _MESSAGE),
-    Block: (_ID, _ID, _U32, _U32, _U64, _HASH, _blob(DIGEST_BYTES), _optional(_U64), _U32),
+    Block: (_ID, _ID, _U32, _U32, _U64, _HASH, blob(DIGEST_BYTES), optional(_U64), _U32),
     Finish: (_ID, _U32),
-    Renew: (_tuple(_ID, MAX_RENEWED_TICKETS),),
+    Renew: (tuple_of(_ID, MAX_RENEWED_TICKETS),),
     Abort: (_ID,),
-    Ack: (_ID, _tuple(_U32, MAX_ACKED_ORDINALS)),
-    Nack: (_ID, _optional(_U32), _NAME, _MESSAGE),
+    Ack: (_ID, tuple_of(_U32, MAX_ACKED_ORDINALS)),
+    Nack: (_ID, optional(_U32), _NAME, _MESSAGE),
     Blocks: (_ID, _ID, _entries, _U32),
-    Meet: (_text(MAX_MESSAGE_BYTES), _bytes(MAX_MESSAGE_BYTES)),
-    Challenge: (_U32, _blob(NONCE_BYTES)),
-    Proof: (_blob(NONCE_BYTES), _blob(MAC_BYTES)),
+    Meet: (text(MAX_MESSAGE_BYTES), bytes_up_to(MAX_MESSAGE_BYTES)),
+    Challenge: (_U32, blob(NONCE_BYTES)),
+    Proof: (blob(NONCE_BYTES), blob(MAC_BYTES)),
+    Lend: (_ID, _ID, _loan_records),
+    AskLoans: (_U32,),
+    Release: (_U32, tuple_of(_ID, MAX_RELEASED_TICKETS), tuple_of(_U32, MAX_RELEASED_TICKETS)),
 }
 """A rule for each field, in the order of the fields. The order of the classes is their number on the wire, from 1."""
 
@@ -366,7 +350,7 @@ def decode(body: bytes | bytearray | memoryview) -> Frame:
         items = msgpack.unpackb(
             body,
             max_str_len=MAX_MESSAGE_BYTES,
-            max_bin_len=MAX_MESSAGE_BYTES,
+            max_bin_len=MAX_LENT_BLOCKS * LOAN_BYTES,
             max_array_len=MAX_ACKED_ORDINALS,
             max_map_len=16,
             max_ext_len=0,
@@ -391,6 +375,6 @@ def _checked(cls: type[Frame], values: tuple[Any, ...] | list[Any]) -> list[Any]
     try:
         for check, value in zip(checks, values, strict=True):
             checked.append(check(value))
-    except _Invalid as error:
+    except Invalid as error:
         raise ProtocolError(f"{cls.__name__}.{_NAMES[cls][len(checked)]} must be {error}") from None
     return checked

@@ -1,7 +1,7 @@
 """What the two ends of a link say before its first block: who they are, and whether they may exchange blocks at all.
 
     P  HELLO ->     protocol versions, who P is, whom it wants, model fingerprint, KV layout, transport;
-                    for `shm` with a descriptor of P's pool, through which only reading is possible
+                    for `shm` and `adopt` with a descriptor of P's pool, through which only reading is possible
     both            if D has a cluster key: see `kv_transfer.authentication`
     D  <- WELCOME   the agreed version;  or  <- REFUSED with a code and a reason, and the end of the stream
 
@@ -30,7 +30,7 @@ from kv_transfer.frames import (
     Welcome,
     encode,
 )
-from kv_transfer.identity import CONVERTING, SHM, PeerIdentity
+from kv_transfer.identity import CONVERTING, MAPPING, PeerIdentity
 from kv_transfer.pool import KvPool
 from kv_transfer.transport_shm import read_only
 
@@ -94,10 +94,10 @@ def introduce(
 
 
 def _say_hello(connection: FrameSocket, hello: Hello, pool: KvPool) -> None:
-    if hello.transport != SHM:
+    if hello.transport not in MAPPING:
         connection.send(encode(hello))
         return
-    assert pool.fd is not None, "shm is attempted only with a pool that can be shared"
+    assert pool.fd is not None, "it is attempted only with a pool that can be shared"
     try:
         fd = read_only(pool.fd)
     except OSError as error:

@@ -14,13 +14,16 @@ import msgpack
 from engine.errors import ConfigError, ProtocolError
 from engine.kv_layout import KvLayout
 
+ADOPT = "adopt"
 SHM = "shm"
 TCP = "tcp"
 NCCL = "nccl"
 GLOO = "gloo"
-TRANSPORTS = (SHM, NCCL, TCP, GLOO)
+TRANSPORTS = (ADOPT, SHM, NCCL, TCP, GLOO)
 """All that we know, the preferred one first."""
 DEFAULT_TRANSPORTS = (SHM, TCP)
+MAPPING = (ADOPT, SHM)
+"""That read the sender's pool, so on one host, over a Unix socket."""
 CONVERTING = (TCP, GLOO)
 """Over which P can send other bytes than those of its pool."""
 

@@ -21,13 +21,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError, HandshakeRefused, LinkClosed, ProtocolError
+from engine.peer_windows import PeerWindow
 from kv_transfer.digest import BlockCopier
 from kv_transfer.frame_socket import FrameSocket, set_timeouts
 from kv_transfer.frames import Blocks, Hello, Refused, Welcome, clipped, encode
 from kv_transfer.handshake import Refusal, RefusalCode, examine, introduce
 from kv_transfer.identity import (
+    ADOPT,
     DEFAULT_TRANSPORTS,
     GLOO,
+    MAPPING,
     NCCL,
     SHM,
     TCP,
@@ -37,6 +40,7 @@ from kv_transfer.identity import (
     host_id,
 )
 from kv_transfer.pool import KvPool
+from kv_transfer.transport_adopt import AdoptIntake
 from kv_transfer.transport_shm import ShmIntake, ShmOutlet
 from kv_transfer.transport_tcp import TcpIntake, TcpOutlet
 
@@ -58,6 +62,10 @@ class LinkSettings:
     """Makes a link's connection of a connected socket and a time-out. Fault injection brings its own (faults.py)."""
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     """That this worker offers, or uses."""
+    ask_loans_s: float = 0.5
+    """How often a peer that reads our blocks is asked whether it does still. Too high: they come back late."""
+    loan_lease_s: float = 5.0
+    """Without an answer for so long, what it has is ours again. A peer that sleeps for longer computes anew."""
     key: ClusterKey | None = None
     """Both ends of a link prove that they know it. None: nobody proves anything."""
 
@@ -68,6 +76,8 @@ class LinkSettings:
             "progress_timeout_s",
             "max_unacked_bytes",
             "max_links",
+            "ask_loans_s",
+            "loan_lease_s",
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
@@ -98,6 +108,11 @@ class Intake(Protocol):
 
     @property
     def transport(self) -> str: ...
+
+    @property
+    def window(self) -> PeerWindow | None:
+        """Where the sender's blocks can be read, on links of `adopt`."""
+        ...
 
     def check(self, frame: Blocks) -> str | None:
         """What is impossible about `frame`, or None."""
@@ -221,7 +236,8 @@ def _attempts(
     tcp = partial(_dial_tcp, endpoint.host, endpoint.port, settings.connect_timeout_s)
     possible: dict[str, Callable[[], socket.socket]] = {}  # the preferred one first
     if name is not None and pool.fd is not None and endpoint.host_id == host_id():
-        possible[SHM] = partial(_dial_unix, name, settings.connect_timeout_s)
+        unix = partial(_dial_unix, name, settings.connect_timeout_s)
+        possible = {ADOPT: unix, SHM: unix} if pool.lends else {SHM: unix}
     possible |= {TCP: tcp, GLOO: tcp} if pool.device == "cpu" else {NCCL: tcp}
     both = set(endpoint.transports) & set(settings.transports)
     return [(transport, dial) for transport, dial in possible.items() if transport in both]
@@ -245,8 +261,8 @@ def _dial_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def _outlet(connection: FrameSocket, hello: Hello, pool: KvPool, settings: LinkSettings) -> Outlet:
-    if hello.transport == SHM:
-        return ShmOutlet(connection, pool.layout.block_bytes)
+    if hello.transport in MAPPING:
+        return ShmOutlet(connection, pool.layout.block_bytes, hello.transport)
     if hello.transport == TCP:
         return TcpOutlet(connection)
     from kv_transfer import process_group  # here, as links over shared memory and TCP need no torch
@@ -268,16 +284,16 @@ def _intake(
     """After `welcome` was sent. Raises `Refusal` before that, `LinkClosed`, `ProtocolError`."""
     kv, copier, settings = ours
     transport = hello.transport
-    over_shm = transport == SHM
-    if transport not in settings.transports or over_shm != connection.is_unix or over_shm != (fd is not None):
+    maps = transport in MAPPING
+    if transport not in settings.transports or maps != connection.is_unix or maps != (fd is not None):
         raise Refusal(RefusalCode.TRANSPORT, f"transport {transport!r} is not possible on this socket, or not offered")
-    if transport in (TCP, SHM):
+    if transport in (TCP, *MAPPING):
         intake: Intake
         if fd is None:
             intake = TcpIntake(connection, copier)
         else:
             try:
-                intake = ShmIntake(fd, hello.num_blocks, kv.layout.block_bytes, copier)
+                intake = _mapping_intake(transport, fd, hello, kv, copier)
             except HandshakeRefused as error:
                 raise Refusal(RefusalCode.TRANSPORT, str(error)) from error
         try:
@@ -291,6 +307,14 @@ def _intake(
     connection.send(welcome)
     group = _group(connection, hello, process_group.DECODE_RANK, kv, settings)
     return process_group.GroupIntake(transport, group, copier, settings.progress_timeout_s)
+
+
+def _mapping_intake(transport: str, fd: int, hello: Hello, kv: KvPool, copier: BlockCopier) -> ShmIntake:
+    if transport == SHM:
+        return ShmIntake(fd, hello.num_blocks, kv.layout.block_bytes, copier)
+    if kv.windows is None:
+        raise HandshakeRefused("this pool has no windows to show another's blocks in")
+    return AdoptIntake(fd, hello.num_blocks, kv.layout.block_bytes, copier, kv.windows)
 
 
 def _group(connection: FrameSocket, hello: Hello, rank: int, pool: KvPool, settings: LinkSettings) -> PairGroup:

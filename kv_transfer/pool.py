@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from engine.kv_layout import KvLayout
+from engine.peer_windows import PeerWindows
 
 
 class KvPool(Protocol):
@@ -22,6 +23,16 @@ class KvPool(Protocol):
     @property
     def fd(self) -> int | None:
         """Of the memory file that holds the pool from its first byte, or None where there is none to share."""
+        ...
+
+    @property
+    def lends(self) -> bool:
+        """Whether peers can read blocks of it where they are: its memory file has generations behind the blocks."""
+        ...
+
+    @property
+    def windows(self) -> PeerWindows | None:
+        """Where pools of peers can be read beside ours."""
         ...
 
     def block(self, block: int) -> memoryview:

@@ -229,6 +229,8 @@ class GroupOutlet:
 class GroupIntake:
     """D's end."""
 
+    window = None
+
     def __init__(self, transport: str, group: PairGroup, copier: BlockCopier, timeout_s: float) -> None:
         self.transport = transport
         self._group = group

@@ -10,19 +10,27 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+import numpy as np
+
+from engine.borrowing import LentBlock, Loan
 from engine.errors import DigestMismatch, LinkClosed, ProtocolError, StaleTicket, TransferError
+from engine.peer_windows import PeerWindow
 from kv_transfer.digest import BlockCopier
 from kv_transfer.frames import (
     GROUPS_PROTOCOL_VERSION,
     MAX_GROUP_BYTES,
+    MAX_RELEASED_TICKETS,
     Abort,
     Ack,
+    AskLoans,
     Block,
     BlockEntry,
     Blocks,
     Finish,
     Frame,
+    Lend,
     Nack,
+    Release,
     Renew,
     clipped,
     encode,
@@ -30,6 +38,7 @@ from kv_transfer.frames import (
 from kv_transfer.handshake import Refusal
 from kv_transfer.identity import PeerIdentity
 from kv_transfer.link import IncomingLink, LinkSettings, accept
+from kv_transfer.loan_records import LoanEntry, unpack_loans
 from kv_transfer.pool import KvPool
 from kv_transfer.reservation import DuplicateBlock, ReservationTable, WriteGrant, WriteOutcome
 from kv_transfer.stats import Counters
@@ -43,6 +52,10 @@ class ReceiverListener(Protocol):
 
     def block_adopted(self, ticket_id: str, ordinal: int, num_bytes: int, transport: str) -> None:
         """The block is complete and verified in its slot; called once for each."""
+        ...
+
+    def blocks_lent(self, loan: Loan) -> None:
+        """These blocks of its ticket are complete where they are. Each must go back once."""
         ...
 
     def block_refused(self, ticket_id: str, ordinal: int, error: TransferError) -> None:
@@ -88,6 +101,8 @@ class ReceiverLink:
         """Open tickets that this link has named -> when the first frame of a block of it came."""
         self._acks: dict[str, list[int]] = {}
         """Ticket -> adopted ordinals that the sender does not know of yet."""
+        self._asked = 0
+        """Number of the sender's last question after its loans."""
         self.is_stranger = True
         """Still in the handshake, and not told to end."""
         self.thread = threading.Thread(target=self._run, name="kv-receive", daemon=True)
@@ -126,6 +141,11 @@ class ReceiverLink:
                 self._take_blocks(link, frame)
             case Block() if link.protocol < GROUPS_PROTOCOL_VERSION:
                 self._take_blocks(link, frame.grouped())
+            case Lend() if link.intake.window is not None:
+                self._take_loans(link, frame, link.intake.window)
+            case AskLoans() if link.intake.window is not None:
+                self._asked = frame.number
+                self._release(link, link.intake.window, answers=True)
             case Renew():
                 for ticket_id in frame.ticket_ids:
                     self._renew(link, ticket_id)
@@ -147,9 +167,43 @@ class ReceiverLink:
         finally:
             outcomes = self._end_writes(frame, grants, intact)
         if adopted := outcomes.count(WriteOutcome.ADOPTED):
-            self._account(link, frame, adopted)
+            self._account(link, frame.ticket_id, adopted)
         for entry, outcome in zip(frame.entries, outcomes, strict=True):
             self._answer(link, frame, entry, outcome)
+
+    def _take_loans(self, link: IncomingLink, frame: Lend, window: PeerWindow) -> None:
+        """Check and adopt where they are. The bytes are not looked at: it is the memory itself that was lent."""
+        self._send_acks(link)  # with these they may be more than one frame holds
+        entries = unpack_loans(frame.records)
+        sources = np.array([entry.source for entry in entries])
+        if int(sources.max()) >= window.num_blocks:
+            raise ProtocolError(f"block {sources.max()} is none of the peer's {window.num_blocks}")
+        said = np.array([entry.source_generation for entry in entries], dtype=np.uint64)
+        if self._tickets.get(frame.ticket_id) is None:
+            self._tickets[frame.ticket_id] = self._receiver.clock()
+        lent = (window.generations[sources] == said).tolist()
+        outcomes = self._table.adopt_lent(frame.ticket_id, frame.incarnation, entries, lent)
+        blocks = tuple(
+            LentBlock(entry.ordinal, entry.source, entry.source_generation)
+            for entry, outcome in zip(entries, outcomes, strict=True)
+            if outcome is None
+        )
+        if blocks:
+            window.take(len(blocks))
+            self._account(link, frame.ticket_id, len(blocks))
+            self._listener.blocks_lent(Loan(frame.ticket_id, window, blocks))
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            if outcome is None:
+                self._acks.setdefault(frame.ticket_id, []).append(entry.ordinal)
+            else:
+                self._answer(link, frame, entry, outcome)
+
+    def _release(self, link: IncomingLink, window: PeerWindow, *, answers: bool = False) -> None:
+        """Tell what was given back; whoever `answers` says so even if that is nothing."""
+        while (returned := window.take_returned(MAX_RELEASED_TICKETS)) or answers:
+            answers = False
+            tickets, counts = tuple(t for t, _ in returned), tuple(n for _, n in returned)
+            link.connection.send(encode(Release(number=self._asked, ticket_ids=tickets, counts=counts)))
 
     def _check(self, link: IncomingLink, frame: Blocks) -> None:
         block_bytes = self._receiver.kv.layout.block_bytes
@@ -196,19 +250,24 @@ class ReceiverLink:
             outcomes.append(outcome)
         return outcomes
 
-    def _account(self, link: IncomingLink, frame: Blocks, adopted: int) -> None:
-        since, transport = self._tickets[frame.ticket_id], link.intake.transport
+    def _account(self, link: IncomingLink, ticket_id: str, adopted: int) -> None:
+        since, transport = self._tickets[ticket_id], link.intake.transport
         assert since is not None, "adopted a block that did not begin"
-        num_bytes = adopted * frame.length
+        num_bytes = adopted * self._receiver.kv.layout.block_bytes
         self._counters.add_all(transport, {"blocks_adopted": adopted, "bytes_adopted": num_bytes})
-        self._receiver.note_adoption(frame.ticket_id, since, adopted, num_bytes, transport)
+        self._receiver.note_adoption(ticket_id, since, adopted, num_bytes, transport)
 
     def _answer(
-        self, link: IncomingLink, frame: Blocks, entry: BlockEntry, outcome: WriteOutcome | TransferError
+        self,
+        link: IncomingLink,
+        frame: Blocks | Lend,
+        entry: BlockEntry | LoanEntry,
+        outcome: WriteOutcome | TransferError,
     ) -> None:
         match outcome:
             case WriteOutcome.ADOPTED:
-                self._listener.block_adopted(frame.ticket_id, entry.ordinal, frame.length, link.intake.transport)
+                length, transport = self._receiver.kv.layout.block_bytes, link.intake.transport
+                self._listener.block_adopted(frame.ticket_id, entry.ordinal, length, transport)
                 self._acks.setdefault(frame.ticket_id, []).append(entry.ordinal)
             case DuplicateBlock():
                 self._counters.add("blocks_duplicate")
@@ -220,7 +279,9 @@ class ReceiverLink:
             case TransferError() as error:
                 self._refuse(link, frame, entry, error)
 
-    def _refuse(self, link: IncomingLink, frame: Blocks, entry: BlockEntry, error: TransferError) -> None:
+    def _refuse(
+        self, link: IncomingLink, frame: Blocks | Lend, entry: BlockEntry | LoanEntry, error: TransferError
+    ) -> None:
         self._counters.add("blocks_refused", type(error).__name__)
         self._nack(link, frame.ticket_id, entry.ordinal, error)
         self._tickets.pop(frame.ticket_id, None)
@@ -256,6 +317,8 @@ class ReceiverLink:
 
     def _send_acks(self, link: IncomingLink) -> None:
         acks, self._acks = self._acks, {}
+        if link.intake.window is not None:
+            self._release(link, link.intake.window)
         if acks:
             encoded = [encode(Ack(ticket_id=ticket, ordinals=tuple(ordinals))) for ticket, ordinals in acks.items()]
             link.connection.send(b"".join(encoded))

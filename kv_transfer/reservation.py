@@ -16,13 +16,14 @@ import heapq
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import count
 from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.errors import HashMismatch, InternalError, SlotMismatch, StaleTicket, TransferError
+from kv_transfer.loan_records import LoanEntry
 
 MAX_LEASE_S = 5.0
 
@@ -100,8 +101,12 @@ class _Ticket:
     blocks: dict[int, ExpectedBlock]
     states: dict[int, BlockState]
     lease_until: float
+    last: int
+    """Ordinal of the last block."""
     adopted: int = 0
     over: bool = False
+    sources: set[int] = field(default_factory=set)
+    """Blocks of the sender that were lent for it."""
 
     @property
     def complete(self) -> bool:
@@ -167,7 +172,8 @@ class ReservationTable:
                 if slot in self._claimed:
                     raise SlotMismatch(f"slot {slot} is not quiet: it belongs to ticket {self._claimed[slot]}")
             states = dict.fromkeys(expected, BlockState.EXPECTED)
-            ticket = self._open[ticket_id] = _Ticket(ticket_id, expected, states, lease_until)
+            ticket = _Ticket(ticket_id, expected, states, lease_until, max(expected, default=-1))
+            self._open[ticket_id] = ticket
             self._claimed.update(dict.fromkeys(slots, ticket_id))
             self._counts["opened"] += 1
             if not ticket.complete:
@@ -215,11 +221,32 @@ class ReservationTable:
             if not ok:
                 self._refused["DigestMismatch"] += 1
                 return WriteOutcome.REFUSED
-            ticket.states[grant.ordinal] = BlockState.ADOPTED
-            ticket.adopted += 1
-            del self._claimed[grant.slot]
-            self._counts["adopted"] += 1
+            self._adopted(ticket, grant.ordinal, grant.slot)
             return WriteOutcome.ADOPTED
+
+    def adopt_lent(
+        self, ticket_id: str, incarnation: str, entries: Sequence[LoanEntry], lent: Sequence[bool]
+    ) -> list[TransferError | None]:
+        """Adopt blocks that can be read where they are, or say why not. `lent`: which of them are there still. Not
+        lent are the last of a ticket, as its request writes into it, and one block twice."""
+        outcomes: list[TransferError | None] = []
+        with self._lock:
+            for entry, holds in zip(entries, lent, strict=True):
+                try:
+                    ticket = self._find(ticket_id, incarnation)
+                    self._compare(ticket, entry.ordinal, entry.slot, entry.generation, entry.hash)
+                    self._check_lent(ticket, entry, holds)
+                except DuplicateBlock as error:
+                    self._counts["duplicate"] += 1
+                    outcomes.append(error)
+                except TransferError as error:
+                    self._refused[type(error).__name__] += 1
+                    outcomes.append(error)
+                else:
+                    self._adopted(ticket, entry.ordinal, entry.slot)
+                    ticket.sources.add(entry.source)
+                    outcomes.append(None)
+        return outcomes
 
     def renew(self, ticket_id: str, now: float) -> None:
         """Extend a lease to `now` + `lease_s`. Raises `StaleTicket` if the ticket is unknown or over."""
@@ -336,6 +363,18 @@ class ReservationTable:
                 raise DuplicateBlock(f"block {ordinal} of ticket {ticket.ticket_id} is adopted already")
             case BlockState.WRITING:
                 raise SlotMismatch(f"block {ordinal} of ticket {ticket.ticket_id} is being written")
+
+    def _check_lent(self, ticket: _Ticket, entry: LoanEntry, holds: bool) -> None:
+        if not holds:
+            raise SlotMismatch(f"block {entry.ordinal} of ticket {ticket.ticket_id} was reused before it was adopted")
+        if entry.ordinal == ticket.last or entry.source in ticket.sources:
+            raise SlotMismatch(f"block {entry.ordinal} of ticket {ticket.ticket_id} cannot be lent")
+
+    def _adopted(self, ticket: _Ticket, ordinal: int, slot: int) -> None:
+        ticket.states[ordinal] = BlockState.ADOPTED
+        ticket.adopted += 1
+        del self._claimed[slot]
+        self._counts["adopted"] += 1
 
     def _end(self, ticket: _Ticket, how: str) -> None:
         ticket.over = True

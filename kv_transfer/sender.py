@@ -25,8 +25,8 @@ from engine.kv_layout import compatible
 from kv_transfer.conversion import Staging
 from kv_transfer.digest import BlockCopier, PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import GROUPS_PROTOCOL_VERSION, Ack, BlockEntry, Blocks, Frame, Nack, Renew, encode
-from kv_transfer.identity import SHM, LinkEndpoint, LinkTarget, PeerIdentity
+from kv_transfer.frames import GROUPS_PROTOCOL_VERSION, Ack, BlockEntry, Blocks, Frame, Nack, Release, Renew, encode
+from kv_transfer.identity import MAPPING, LinkEndpoint, LinkTarget, PeerIdentity
 from kv_transfer.link import LinkSettings, OutgoingLink, connect, import_groups
 from kv_transfer.pool import KvPool
 from kv_transfer.sender_listener import SenderListener, error_of
@@ -126,6 +126,8 @@ class KvSender:
             if (link := self._requests.get(request_id)) is not None:
                 link.transfers.send(request_id, blocks)
                 link.changed.notify()
+        if link is None and (count := sum(block.lendable for block in blocks)):
+            self._listener.loan_over(request_id, count)
 
     def finish(self, request_id: str) -> None:
         """No more blocks will come. Ignored if the transfer has ended."""
@@ -288,9 +290,17 @@ class _SenderLink:
             self.changed.wait(None if wake is None else max(0.0, wake - now))
 
     def _send_blocks(self, link: OutgoingLink, step: SendBlocks) -> None:
+        if step.lend:
+            link.connection.send(encode(step.loan()))
+        else:
+            self._send_copies(link, step)
+        with self.changed:
+            self.transfers.sent(step)
+
+    def _send_copies(self, link: OutgoingLink, step: SendBlocks) -> None:
         digests = self._digests.kept(step.blocks)
         sources: list[memoryview] = []
-        if digests is None or link.outlet.transport != SHM:
+        if digests is None or link.outlet.transport not in MAPPING:
             sources = [self._source(place, block) for place, block in enumerate(step.blocks)]
         digests = digests or self._digests.take(step.blocks, sources)
         offset = link.outlet.offset
@@ -305,8 +315,6 @@ class _SenderLink:
         else:
             for n, block in enumerate(frame.singly()):
                 link.outlet.send(encode(block), sources[n : n + 1])
-        with self.changed:
-            self.transfers.sent(step)
 
     def _source(self, place: int, block: OutgoingBlock) -> memoryview:
         kv = self._sender._kv
@@ -339,6 +347,10 @@ class _SenderLink:
                     counters.add("bytes_acked", n=(len(ordinals) - ignored) * self._layout.block_bytes)
                     counters.add("answers_ignored", n=ignored)
                     self.changed.notify()
+            case Release():
+                with self.changed:
+                    self.transfers.loans.released(frame, now)
+                    self.changed.notify()
             case Nack(ticket_id=ticket_id, ordinal=ordinal):
                 if frame.error == DigestMismatch.__name__:
                     self._digests.forget()
@@ -354,10 +366,14 @@ class _SenderLink:
         sender = self._sender
         while True:
             with self.changed:
+                over = self.transfers.loans.take_over()
                 outcome = self.transfers.take_outcome()
-                if outcome is None:
-                    return
-                del sender._requests[outcome.request_id]
+                if outcome is not None:
+                    del sender._requests[outcome.request_id]
+            for request_id, count in over:
+                sender._listener.loan_over(request_id, count)
+            if outcome is None:
+                return
             if outcome.error is None:
                 sender._counters.add("transfers_done")
                 sender._listener.transfer_done(outcome.request_id, outcome.stats)

@@ -20,6 +20,11 @@ class SenderListener(Protocol):
         """`TransferError`, or `RequestCancelled` after `abort`, or `DeadlineExceeded`."""
         ...
 
+    def loan_over(self, request_id: str, count: int) -> None:
+        """So many of the blocks that were handed over to be lent are not, or no more; before or after the transfer's
+        end. Each is reported once."""
+        ...
+
 
 def error_of(frame: Nack) -> TransferError:
     """The typed error that the receiver named; a plain `TransferError` for a name that we do not know."""

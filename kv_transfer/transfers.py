@@ -20,9 +20,11 @@ from engine.errors import (
     SlotMismatch,
 )
 from engine.kv_layout import KvLayout
-from kv_transfer.frames import MAX_GROUP_BLOCKS, MAX_RENEWED_TICKETS, Abort, Finish, Frame, Renew
-from kv_transfer.identity import MAX_ID_BYTES
+from kv_transfer.frames import MAX_GROUP_BLOCKS, MAX_LENT_BLOCKS, MAX_RENEWED_TICKETS, Abort, Finish, Frame, Lend, Renew
+from kv_transfer.identity import ADOPT, MAX_ID_BYTES
 from kv_transfer.link import LinkSettings
+from kv_transfer.loan_records import LoanEntry, pack_loans
+from kv_transfer.loans import OutgoingLoans
 from kv_transfer.stats import TransferStats
 
 _GROUP_BYTES = 16 * 1024 * 1024
@@ -67,6 +69,8 @@ class OutgoingBlock:
     """Those that follow it in the sequence, where the receiver's block takes tokens from several of ours."""
     generation: int | None = None
     """Of `source_block`, if the block is that one alone and full: its bytes stay as they are until this changes."""
+    lendable: bool = False
+    """The receiver may read it where it is: then the engine holds it until that is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,15 @@ class SendBlocks:
     blocks: tuple[OutgoingBlock, ...]
     places: tuple[tuple[int, int], ...]
     """(slot, generation) of each."""
+    lend: bool = False
+    """Do not send them: say where they are."""
+
+    def loan(self) -> Lend:
+        entries = (
+            LoanEntry(block.ordinal, *place, block.generation or 0, block.source_block, block.hash)
+            for block, place in zip(self.blocks, self.places, strict=True)
+        )
+        return Lend(ticket_id=self.ticket_id, incarnation=self.incarnation, records=pack_loans(entries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +141,7 @@ class OutgoingTransfers:
         """At most in one `SendBlocks`."""
         self._first_group_blocks = max(1, min(self.group_blocks, _FIRST_GROUP_BYTES // block_bytes))
         self.transport = ""
+        self.loans = OutgoingLoans(settings.ask_loans_s, settings.loan_lease_s)
         self._by_request: dict[str, _Transfer] = {}
         self._by_ticket: dict[str, _Transfer] = {}
         self._turn: deque[_Transfer] = deque()
@@ -158,12 +172,17 @@ class OutgoingTransfers:
         """Queue what the ticket asks for and has not been given; the rest, and all for an ended request, is ignored."""
         transfer = self._by_request.get(request_id)
         if transfer is None or transfer.error is not None:
+            self.loans.refuse(request_id, blocks)
             return
         idle = not transfer.queued
+        wanted: list[OutgoingBlock] = []
+        unwanted: list[OutgoingBlock] = []
         for block in blocks:
-            if block.ordinal in transfer.unsent:
-                transfer.unsent.discard(block.ordinal)
-                transfer.queued.append(block)
+            (wanted if block.ordinal in transfer.unsent else unwanted).append(block)
+            transfer.unsent.discard(block.ordinal)
+        transfer.queued.extend(wanted)
+        self.loans.hold(transfer.ticket.ticket_id, request_id, wanted)
+        self.loans.refuse(request_id, unwanted)
         if idle and transfer.queued:
             self._turn.append(transfer)
 
@@ -194,8 +213,14 @@ class OutgoingTransfers:
         self._renew(now)
         if self._control:
             return self._control.popleft()
+        if (question := self.loans.next_question(now)) is not None:
+            return question
+        if not self._turn:
+            return None
+        if self._lends(self._turn[0].queued[0]):
+            return self._take_group(MAX_LENT_BLOCKS, now, lend=True)
         room = self._settings.max_unacked_bytes // self._block_bytes - len(self._in_flight)
-        if not self._turn or (self._in_flight and room < 1):
+        if self._in_flight and room < 1:
             return None
         return self._take_group(min(self._most(self._turn[0].queued), max(1, room)), now)
 
@@ -204,10 +229,17 @@ class OutgoingTransfers:
         known = sum(1 for _ in takewhile(self._is_known, islice(queued, self.group_blocks)))
         return known or min(self.group_blocks, max(self._first_group_blocks, 2 * len(self._in_flight)))
 
-    def _take_group(self, most: int, now: float) -> SendBlocks:
+    def _lends(self, block: OutgoingBlock) -> bool:
+        return self.transport == ADOPT and block.lendable
+
+    def _take_group(self, most: int, now: float, *, lend: bool = False) -> SendBlocks:
+        """The first blocks of who is next, those that are lent and those that are not in groups of their own."""
         transfer = self._turn.popleft()
         ticket, queued = transfer.ticket, transfer.queued
-        group = tuple(queued.popleft() for _ in range(min(most, len(queued))))
+        taken: list[OutgoingBlock] = []
+        while queued and len(taken) < most and self._lends(queued[0]) == lend:
+            taken.append(queued.popleft())
+        group = tuple(taken)
         if queued:
             self._turn.append(transfer)
         if not self._in_flight:
@@ -217,7 +249,9 @@ class OutgoingTransfers:
         if transfer.first_sent is None:
             transfer.first_sent = now
         places = tuple(ticket.blocks[block.ordinal] for block in group)
-        return SendBlocks(transfer.request_id, ticket.ticket_id, ticket.incarnation, group, places)
+        if not lend:
+            self.loans.drop(ticket.ticket_id, [block.ordinal for block in group])
+        return SendBlocks(transfer.request_id, ticket.ticket_id, ticket.incarnation, group, places, lend)
 
     def sent(self, step: SendBlocks) -> None:
         """The writer is done with `step`."""
@@ -229,7 +263,7 @@ class OutgoingTransfers:
             self._conclude(transfer)
 
     def next_wake(self) -> float | None:
-        wake = _earlier(self._renew_at, self._next_deadline)
+        wake = _earlier(_earlier(self._renew_at, self._next_deadline), self.loans.next_wake())
         if self._in_flight:
             wake = _earlier(wake, self._progress_at + self._settings.progress_timeout_s)
         return wake
@@ -241,7 +275,9 @@ class OutgoingTransfers:
         for ordinal in ordinals:
             if not self._answered(ticket_id, ordinal, now):
                 ignored += 1
-            elif transfer is not None:
+                continue
+            self.loans.acked(ticket_id, ordinal, now)
+            if transfer is not None:
                 transfer.unacked.discard(ordinal)
                 transfer.last_acked = now
         if transfer is not None and transfer.error is None:
@@ -250,8 +286,10 @@ class OutgoingTransfers:
 
     def nacked(self, ticket_id: str, ordinal: int | None, error: EngineError, now: float) -> bool:
         """A block, or (None) the ticket, was refused. Returns whether that still mattered."""
-        if ordinal is not None and not self._answered(ticket_id, ordinal, now):
-            return False
+        if ordinal is not None:
+            if not self._answered(ticket_id, ordinal, now):
+                return False
+            self.loans.drop(ticket_id, (ordinal,))
         transfer = self._by_ticket.get(ticket_id)
         # A renewal may cross the last acknowledgement: the receiver closes a complete ticket when it likes.
         if transfer is None or transfer.error is not None or not transfer.unacked:
@@ -264,11 +302,13 @@ class OutgoingTransfers:
         for transfer in list(self._by_request.values()):
             transfer.writing = False
             self._fail(transfer, error)
+        self.loans.end_all()
         self._control.clear()
         self._in_flight.clear()
 
     def has_outcomes(self) -> bool:
-        return bool(self._outcomes)
+        """Or blocks that were lent and go back to the engine."""
+        return bool(self._outcomes) or self.loans.has_over()
 
     def take_outcome(self) -> Outcome | None:
         """A transfer that ended; each exactly once."""
@@ -293,6 +333,7 @@ class OutgoingTransfers:
         if transfer.error is None:
             transfer.error = error
         if transfer.queued:
+            self.loans.drop(transfer.ticket.ticket_id, [block.ordinal for block in transfer.queued])
             transfer.queued.clear()
             self._turn.remove(transfer)
         if not transfer.writing:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 
 from engine.errors import HandshakeRefused
+from engine.peer_windows import PeerWindow
 from kv_transfer.digest import BlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import Blocks
@@ -20,9 +21,8 @@ from kv_transfer.identity import SHM
 class ShmOutlet:
     """P's end."""
 
-    transport = SHM
-
-    def __init__(self, connection: FrameSocket, block_bytes: int) -> None:
+    def __init__(self, connection: FrameSocket, block_bytes: int, transport: str = SHM) -> None:
+        self.transport = transport
         self._connection = connection
         self._block_bytes = block_bytes
 
@@ -45,6 +45,7 @@ class ShmIntake:
     """D's end: P's pool, mapped read-only."""
 
     transport = SHM
+    window: PeerWindow | None = None
 
     def __init__(self, fd: int, num_blocks: int, block_bytes: int, copier: BlockCopier) -> None:
         """Map `num_blocks` blocks of the memory file `fd`, which stays the caller's.

@@ -32,6 +32,7 @@ class TcpIntake:
     """D's end."""
 
     transport = TCP
+    window = None
 
     def __init__(self, connection: FrameSocket, copier: BlockCopier) -> None:
         self._connection = connection

@@ -6,11 +6,13 @@ Every method of `PromptComputer` runs on the engine thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine.block_table_checks import NO_BLOCK
 from engine.engine import Engine, StepOutput
+from engine.lending import LendingBlockManager
 from engine.request import Request
-from kv_transfer.sender import KvSender
+from kv_transfer.sender import KvSender, OutgoingBlock
 from prefill_worker.shipment import Shipment
 
 
@@ -27,10 +29,13 @@ class PromptComputer:
     request, or in quarantine if that was cancelled.
     """
 
-    def __init__(self, sender: KvSender, generation: Callable[[int], int]) -> None:
-        """`generation`: of a block of the engine."""
+    def __init__(
+        self, sender: KvSender, generation: Callable[[int], int], lender: LendingBlockManager | None = None
+    ) -> None:
+        """`generation`: of a block of the engine. `lender`: of the engine, if it lends blocks."""
         self._sender = sender
         self._generation = generation
+        self._lender = lender
         self._sending: dict[str, _Sending] = {}
         self._busy: dict[str, list[int]] = {}
         """Blocks of cancelled requests that the sender may be reading."""
@@ -51,9 +56,25 @@ class PromptComputer:
             table, shipment = sending.request.block_table, sending.shipment
             blocks = shipment.take_complete(update.num_computed_tokens, table, self._generation)
             if blocks:
-                self._sender.send(update.request_id, blocks)
+                self._sender.send(update.request_id, self._lendable(sending, blocks))
             if update.token is not None:
                 self._sender.finish(update.request_id)
+
+    def _lendable(self, sending: _Sending, blocks: list[OutgoingBlock]) -> list[OutgoingBlock]:
+        """`blocks`, those marked that may be read where they are; the engine holds these until `loan_over`."""
+        lendable = sending.shipment.num_lendable(blocks)
+        if self._lender is None or not lendable:
+            return blocks
+        request = sending.request
+        chain = request.block_table[: blocks[lendable - 1].ordinal + 1]
+        if NO_BLOCK in chain or not self._lender.lend(request.request_id, chain, lendable):
+            return blocks
+        return [*(replace(block, lendable=True) for block in blocks[:lendable]), *blocks[lendable:]]
+
+    def loan_over(self, key: str, count: int) -> None:
+        """So many blocks of a request, live or not, are not read by a peer any more."""
+        assert self._lender is not None, "nothing was lent"
+        self._lender.end_loan(key, count)
 
     def cancel(self, engine: Engine, key: str) -> None:
         """Compute no more of it. What the sender may be reading stays in quarantine until `transfer_over`."""

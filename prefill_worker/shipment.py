@@ -24,9 +24,11 @@ class Shipment:
         num_tokens: int,
         block_size: int,
         source_block_size: int,
+        *,
+        lendable: bool = False,
     ) -> None:
         """`ordinals`, `chain` and `block_size` are the decode worker's. `chain` holds the content hash of every block
-        of the `num_tokens` tokens, the last one perhaps partial.
+        of the `num_tokens` tokens, the last one perhaps partial. `lendable`: their blocks are laid out as ours.
 
         Raises `RequestError` (field `ticket`) if `ordinals` are not ascending positions in it.
         """
@@ -38,6 +40,7 @@ class Shipment:
         self._num_tokens = num_tokens
         self._block_size = block_size
         self._source_block_size = source_block_size
+        self._lendable = lendable
         self._next = 0
         self.handed_out: list[int] = []
         """Source blocks handed out so far."""
@@ -63,6 +66,12 @@ class Shipment:
     def _is_whole(self, ordinal: int) -> bool:
         """Whether theirs is one full block of ours."""
         return self._block_size == self._source_block_size and (ordinal + 1) * self._block_size <= self._num_tokens
+
+    def num_lendable(self, blocks: Sequence[OutgoingBlock]) -> int:
+        """How many of the first of these may be read where they are: not the last of the prompt, as the decode worker
+        goes on writing in it; and none where their blocks are not as ours."""
+        last = len(self._chain) - 1
+        return sum(block.ordinal != last for block in blocks) if self._lendable else 0
 
     def _sources(self, ordinal: int) -> range:
         """Which of our blocks, by ordinal, hold the tokens of theirs."""

@@ -84,12 +84,12 @@ class PrefillWorker:
         )
         links = LinkSettings(transports=config.kv_transports, key=config.cluster_key)
         self._sender = KvSender(peer, parts.kv, self, settings=links, copier=parts.native)
-        self._computer = PromptComputer(self._sender, parts.engine.generation)
+        self._computer = PromptComputer(self._sender, parts.engine.generation, parts.engine.lender)
 
     @classmethod
     def build(cls, config: WorkerConfig) -> PrefillWorker:
         """Load the model and make a worker of it. Raises `ModelError` or `ConfigError`."""
-        return cls(config, build_engine(config.engine))
+        return cls(config, build_engine(config.engine_of("prefill")))
 
     async def start(self) -> None:
         self._core.start()
@@ -179,7 +179,9 @@ class PrefillWorker:
         block_size = ours if layout is None else layout.block_size
         identity = replace(self._identity, block_size=block_size)
         chain = identity.chain(request.scope, prefill.token_ids, request.num_public_tokens)
-        return Shipment(tuple(prefill.ticket.ordinals), chain, len(request.token_ids), block_size, ours)
+        lendable = layout in (None, self._core.parts.kv.layout)
+        ordinals = tuple(prefill.ticket.ordinals)
+        return Shipment(ordinals, chain, len(request.token_ids), block_size, ours, lendable=lendable)
 
     def _submit(self, engine: Engine, request: Request, shipment: Shipment | None) -> None:
         """On the engine thread."""
@@ -233,6 +235,10 @@ class PrefillWorker:
     def transfer_failed(self, request_id: str, error: EngineError) -> None:
         """On a link thread; `request_id` is our key."""
         self._core.notify(self._transfer_over, request_id, error)
+
+    def loan_over(self, request_id: str, count: int) -> None:
+        """On a link thread; `request_id` is our key, live or not."""
+        self._core.post(lambda engine: self._computer.loan_over(request_id, count))
 
     def _transfer_over(self, key: str, error: EngineError | None) -> None:
         record = self._core.live.by_key(key)

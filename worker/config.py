@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.cluster_key import ClusterKey
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from kv_transfer.identity import DEFAULT_TRANSPORTS, check_transports
+from kv_transfer.identity import ADOPT, DEFAULT_TRANSPORTS, check_transports
 
 MAX_LEASE_S = 5.0
 """A lease that nobody renews blocks memory for this long at most."""
@@ -34,7 +34,11 @@ class WorkerConfig:
     max_sessions: int = 64
     """Routers at once."""
     kv_transports: tuple[str, ...] = DEFAULT_TRANSPORTS
-    """Of links: some of shm, nccl, tcp, gloo. Two workers use the first of these, in this order, that both have."""
+    """Of links: some of adopt, shm, nccl, tcp, gloo. Two workers use the first of these, in this order, that both
+    have."""
+    max_lent_share: float = 0.5
+    """Of a prefill worker's pool, what decode workers may read where it is (`adopt`); beyond it blocks are copied. Too
+    high: prompts wait for blocks that are lent. Too low: more is copied."""
     cluster_key: ClusterKey | None = None
     """Routers and peers must know it. None: whoever reaches the address is served."""
     lease_s: float = MAX_LEASE_S
@@ -43,6 +47,14 @@ class WorkerConfig:
     """No request holds blocks for longer, whatever its deadline says."""
     drain_s: float = 1.0
     """On a stop, requests that run may finish within this time; the router resumes the others elsewhere."""
+
+    def engine_of(self, role: str) -> EngineConfig:
+        """With what the role's links ask of the pool."""
+        if ADOPT not in self.kv_transports:
+            return self.engine
+        if role == "decode":
+            return replace(self.engine, borrows=True)
+        return replace(self.engine, lent_share=self.max_lent_share)
 
     def __post_init__(self) -> None:
         if not self.worker_id:
@@ -55,6 +67,8 @@ class WorkerConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         check_transports(self.kv_transports)
+        if not 0 < self.max_lent_share <= 1:
+            raise ConfigError(f"max_lent_share must be in (0, 1], got {self.max_lent_share}")
         if not 0 < self.lease_s <= MAX_LEASE_S:
             raise ConfigError(f"lease_s must be in (0, {MAX_LEASE_S}], got {self.lease_s}")
         if not self.drain_s >= 0:

@@ -24,6 +24,7 @@ from engine.model.registry import load_model
 from engine.model_config import load_model_config, model_fingerprint
 from engine.native.blocks import NativeBlockCopier, load_block_copier
 from engine.native.decoder import NativeDecoder, load_decoder
+from engine.native.fence import load_fence
 from engine.plan import Pool, check_pool, pool_of
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def assemble_engine(
         kv_dtype=_identity_dtype(layout.dtype, config.dtype),
         block_size=config.block_size,
     )
-    kv = KvCache(layout, pool.num_blocks, num_host_blocks)
+    kv = _pool(layout, pool.num_blocks, num_host_blocks, config)
     try:
         engine = Engine(model, kv, cache_config, config.scheduler, identity, max_model_len)
     except EngineError:
@@ -150,6 +151,22 @@ def assemble_engine(
         native=_load_native(config.native_cache),
         kernels="reference",
         timings={**(timings or {}), "kv_and_engine_s": time.monotonic() - started},
+    )
+
+
+def _pool(layout: KvLayout, num_blocks: int, num_host_blocks: int, config: EngineConfig) -> KvCache:
+    """One whose blocks can be lent, or that can show others', needs a memory barrier, and so a compiler."""
+    if not (config.borrows or config.lent_share):
+        return KvCache(layout, num_blocks, num_host_blocks)
+    try:
+        if config.native_cache is None:
+            raise NativeUnavailable("no native_cache is set")
+        fence = load_fence(Path(config.native_cache))
+    except NativeUnavailable as error:
+        logger.warning("no native code, so no block is lent, and links of adopt are impossible: %s", error)
+        return KvCache(layout, num_blocks, num_host_blocks)
+    return KvCache(
+        layout, num_blocks, num_host_blocks, borrows=config.borrows, lent_share=config.lent_share, fence=fence
     )
 
 

@@ -80,8 +80,14 @@ def _options() -> list[click.Parameter]:
         ),
         option(
             "--kv-transports",
-            "Of links, with commas: shm, nccl, tcp, gloo. In this order, the first that both ends have is used.",
+            "Of links, with commas: adopt, shm, nccl, tcp, gloo. In this order, the first that both ends have is used.",
             default=",".join(DEFAULT_TRANSPORTS),
+        ),
+        option(
+            "--max-lent-share",
+            "Of a prefill worker's pool, what decode workers may read where it is (adopt); the rest is copied.",
+            type=float,
+            default=0.5,
         ),
         option(
             "--cluster-key-file",
@@ -104,6 +110,7 @@ def _worker_config(role: str, **flags: Any) -> WorkerConfig:
         port=flags["port"],
         drain_s=flags["drain_s"],
         kv_transports=parse_transports(flags["kv_transports"]),
+        max_lent_share=flags["max_lent_share"],
         cluster_key=None if key_file is None else ClusterKey.read(key_file),
         engine=EngineConfig(
             model_path=str(model),

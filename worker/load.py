@@ -49,7 +49,7 @@ class LoadReporter:
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_step_ms=stats.decode_step_ms,
             resident_bytes=self._resident(),
-            errors=self.errors,
+            errors=self.errors | ({"BorrowedBlocksLost": blocks.borrowed_lost} if blocks.borrowed_lost else {}),
         )
 
     def _resident(self) -> int:

@@ -123,7 +123,7 @@ class NativeModel:
     def _check(self, batch: ForwardBatch, blocks: npt.NDArray[np.int32], kv: KvCache) -> None:
         if kv.layout.block_size & (kv.layout.block_size - 1):
             raise InternalError(f"block_size {kv.layout.block_size} is no power of two")
-        if blocks.min() < 0 or blocks.max() >= kv.num_blocks:
+        if blocks.min() < 0 or blocks.max() >= kv.num_block_ids:
             raise InternalError(f"blocks {blocks.min()} to {blocks.max()} are not all in a pool of {kv.num_blocks}")
         lowest, highest = int(batch.token_ids.min()), int(batch.token_ids.max())
         if lowest < 0 or highest >= self.config.vocab_size:

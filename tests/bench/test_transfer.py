@@ -17,8 +17,9 @@ def test_a_quick_run_measures_every_transport_and_sees_a_killed_sender() -> None
     figures = json.loads(done.output.splitlines()[-1])["figures"]
     cells = {f"{transport}_rel_{size}_{n}" for transport in ("shm", "tcp") for size in ("360k", "2m") for n in (1, 4)}
     again = {cell.replace("rel", "again_rel") for cell in cells}
-    assert figures.keys() == cells | again | {"digest_percent", "digest_again_percent", "kill_seen_ms"}
-    assert all(figures[cell] > 0 for cell in cells)
+    lent = {"adopt_us", *(f"adopt_us_{size}_{n}" for size in ("360k", "2m") for n in (1, 4))}
+    assert figures.keys() == cells | again | lent | {"digest_percent", "digest_again_percent", "kill_seen_ms"}
+    assert all(figures[cell] > 0 for cell in cells | lent)
     assert figures["kill_seen_ms"] > 0
 
 

@@ -8,7 +8,7 @@ from table_model import TableModel
 
 from engine.adoption import Adoption
 from engine.block_hash import block_chain, pack_tokens
-from engine.block_tables import NO_BLOCK
+from engine.block_table_checks import NO_BLOCK
 from engine.request import RequestKind
 
 NUM_BLOCKS = 12

@@ -30,21 +30,22 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--transport", default="", help="of all links, in place of the seed's choice")
     parser.add_argument("--choices", type=lambda text: [int(number) for number in text.split(",")])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)  # what the workers say of faults is no news here
     if arguments.seed is None:
-        return exploring(lambda: _many(arguments.first_seed, arguments.schedules))
-    return exploring(lambda: _one(arguments.seed, arguments.choices))
+        return exploring(lambda: _many(arguments.first_seed, arguments.schedules, arguments.transport))
+    return exploring(lambda: _one(arguments.seed, arguments.choices, arguments.transport))
 
 
-def _many(first: int, count: int) -> int:
+def _many(first: int, count: int, transport: str) -> int:
     began = told = time.monotonic()
     for seed in range(first, first + count):
-        failure = play_seed(seed)
+        failure = play_seed(seed, transport)
         if failure is not None:
-            _show(seed, shrunk(failure))
+            _show(seed, shrunk(failure), transport)
             return 1
         if (now := time.monotonic()) >= told + PROGRESS_S:
             told = now
@@ -54,18 +55,19 @@ def _many(first: int, count: int) -> int:
     return 0
 
 
-def _one(seed: int, choices: list[int] | None) -> int:
-    failure = play_seed(seed) if choices is None else replay(seed, choices)
+def _one(seed: int, choices: list[int] | None, transport: str) -> int:
+    failure = play_seed(seed, transport) if choices is None else replay(seed, choices, transport)
     if failure is None:
         print("no invariant was broken")
         return 0
-    _show(seed, failure)
+    _show(seed, failure, transport)
     return 1
 
 
-def _show(seed: int, failure: Failure) -> None:
+def _show(seed: int, failure: Failure, transport: str) -> None:
     print(failure)
-    print(f"python -m tests.explore --seed {seed} --choices {','.join(map(str, failure.choices or (0,)))}")
+    transport = transport and f" --transport {transport}"
+    print(f"python -m tests.explore --seed {seed}{transport} --choices {','.join(map(str, failure.choices or (0,)))}")
 
 
 if __name__ == "__main__":

@@ -165,13 +165,15 @@ def test_a_restarted_decode_worker_is_another_peer(decode: DecodeSide) -> None:
         assert prefill.listener.next() == Failed("t", HandshakeRefused)
 
 
-def test_shared_memory_is_preferred_where_both_can(decode: DecodeSide) -> None:
+@pytest.mark.parametrize("lends", [False, True])
+def test_shared_memory_is_preferred_where_both_can(decode: DecodeSide, lends: bool) -> None:
     with prefill_side() as prefill:
+        prefill.pool.lends = lends
         begin(prefill, decode, decode.receiver.endpoint())
 
         done = prefill.listener.next()
         assert isinstance(done, Done)
-        assert done.stats.transport == "shm"
+        assert done.stats.transport == ("adopt" if lends else "shm")
         assert prefill.sender.stats().fallbacks == 0
 
 
@@ -184,7 +186,7 @@ def test_a_pool_that_its_owner_could_shrink_is_not_mapped_and_the_link_falls_bac
         assert done.stats.transport == "tcp"
         assert prefill.sender.stats().fallbacks == 1
         decode.receiver.close(WAIT_S)
-        assert decode.receiver.stats().links_refused == {"transport": 1}
+        assert decode.receiver.stats().links_refused == {"transport": 2}
         assert decode.receiver.refusals() == {}
 
 

@@ -33,7 +33,7 @@ def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(500) for _ in range(length)]
 
 
-@pytest.fixture(params=["shm", "tcp", "gloo"])
+@pytest.fixture(params=["adopt", "shm", "tcp", "gloo"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -90,10 +90,10 @@ async def test_a_shared_prefix_is_neither_computed_nor_sent_again(tmp_path: Path
     assert generation.finished.usage.cached_tokens == 96
 
 
-async def test_a_single_worker_says_the_same_and_counts_the_same(tmp_path: Path) -> None:
+async def test_a_single_worker_says_the_same_and_counts_the_same(tmp_path: Path, transport: str) -> None:
     results = []
     for num_prefill in (0, 1):
-        async with OneProcessCluster(tmp_path, num_prefill=num_prefill) as cluster:
+        async with OneProcessCluster(tmp_path, num_prefill=num_prefill, kv_transports=(transport,)) as cluster:
             first = await cluster.generate(PROMPT, 12, temperature=1.0, seed=5, logprobs=2)
             again = await cluster.generate(PROMPT, 12, temperature=1.0, seed=5, logprobs=2)
         assert first.finished is not None
@@ -173,6 +173,7 @@ async def test_a_decode_worker_that_stops_is_replaced_by_another_and_no_token_is
 
 
 @pytest.mark.parametrize("corrupt_at", [0, 5, BLOCKS - 1])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])  # what is lent is not digested
 async def test_a_corrupted_block_is_refused_and_computed_again(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch, corrupt_at: int
 ) -> None:

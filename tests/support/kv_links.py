@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import queue
-import random
 import secrets
 import socket
 import threading
@@ -16,6 +13,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
+from memory_pool import LAYOUT as LAYOUT
+from memory_pool import NUM_BLOCKS as NUM_BLOCKS
+from memory_pool import MemoryPool as MemoryPool
+
+from engine.borrowing import Loan
 from engine.errors import EngineError, LinkClosed, ProtocolError, TransferError
 from engine.kv_layout import KvLayout
 from kv_transfer.frame_socket import FrameSocket
@@ -28,16 +30,13 @@ from kv_transfer.reservation import ExpectedBlock, ReservationTable
 from kv_transfer.sender import KvSender, OutgoingBlock, TicketInfo
 from kv_transfer.stats import TransferStats
 
-LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=8, dtype="float32")
-"""32 KiB a block: more than a link's frame buffer, so that a payload takes several reads."""
-NUM_BLOCKS = 32
 LARGE_LAYOUT = KvLayout(num_layers=128, num_kv_heads=16, head_dim=256, block_size=16, dtype="float32")
 NUM_LARGE_BLOCKS = 4
 """Of 64 MiB each: one is under way for long enough to be interrupted."""
 FINGERPRINT = sha256(b"a model").digest()
 WAIT_S = 20.0
 """Longer than anything here takes; reached only by a test that fails."""
-TRANSPORTS = ("shm", "tcp", "gloo")
+TRANSPORTS = ("adopt", "shm", "tcp", "gloo")
 """That work on any machine."""
 SETTINGS = LinkSettings(
     connect_timeout_s=5.0, handshake_timeout_s=5.0, progress_timeout_s=WAIT_S, transports=TRANSPORTS
@@ -50,45 +49,6 @@ def identity(worker_id: str, incarnation: str = "1", layout: KvLayout = LAYOUT) 
 
 def block_hash(ordinal: int) -> bytes:
     return sha256(b"block %d" % ordinal).digest()
-
-
-class MemoryPool:
-    """A `KvPool` in a memory file, without torch. `before_block` runs whenever somebody asks for a block's bytes."""
-
-    def __init__(
-        self, layout: KvLayout = LAYOUT, num_blocks: int = NUM_BLOCKS, sealed: bool = True, device: str = "cpu"
-    ) -> None:
-        self.device = device
-        self.layout = layout
-        self.num_blocks = num_blocks
-        self.before_block: Callable[[int], None] = lambda block: None
-        self.fd: int | None = os.memfd_create("kv-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, num_blocks * layout.block_bytes)
-        if sealed:
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._bytes = memoryview(mmap.mmap(self.fd, num_blocks * layout.block_bytes))
-
-    def block(self, block: int) -> memoryview:
-        self.before_block(block)
-        assert 0 <= block < self.num_blocks
-        start = block * self.layout.block_bytes
-        return self._bytes[start : start + self.layout.block_bytes]
-
-    def fill(self, seed: int) -> None:
-        rng = random.Random(seed)
-        for block in range(self.num_blocks):
-            self.block(block)[:] = rng.randbytes(self.layout.block_bytes)
-
-    def number(self) -> None:
-        """Fill each block with its number: far quicker than `fill`, and one block is still not another."""
-        for block in range(self.num_blocks):
-            self.block(block)[:] = bytes([block + 1]) * self.layout.block_bytes
-
-    def close(self) -> None:
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
-        self._bytes = memoryview(b"")
 
 
 @dataclass(frozen=True)
@@ -138,6 +98,7 @@ SenderEvent = Done | Failed
 class RecordingReceiverListener:
     def __init__(self) -> None:
         self.events: queue.Queue[ReceiverEvent] = queue.Queue()
+        self.loans: queue.Queue[Loan] = queue.Queue()
 
     def next(self) -> ReceiverEvent:
         return self.events.get(timeout=WAIT_S)
@@ -151,6 +112,9 @@ class RecordingReceiverListener:
     def writes_quiet(self, ticket_id: str, slots: Collection[int]) -> None:
         self.events.put(Quiet(ticket_id, frozenset(slots)))
 
+    def blocks_lent(self, loan: Loan) -> None:
+        self.loans.put(loan)
+
     def link_lost(self, ticket_ids: Collection[str], error: TransferError) -> None:
         self.events.put(Lost(frozenset(ticket_ids), type(error)))
 
@@ -158,6 +122,7 @@ class RecordingReceiverListener:
 class RecordingSenderListener:
     def __init__(self) -> None:
         self.events: queue.Queue[SenderEvent] = queue.Queue()
+        self.loans_over: queue.Queue[tuple[str, int]] = queue.Queue()
 
     def next(self) -> SenderEvent:
         return self.events.get(timeout=WAIT_S)
@@ -167,6 +132,9 @@ class RecordingSenderListener:
 
     def transfer_failed(self, request_id: str, error: EngineError) -> None:
         self.events.put(Failed(request_id, type(error), str(error)))
+
+    def loan_over(self, request_id: str, count: int) -> None:
+        self.loans_over.put((request_id, count))
 
 
 @dataclass
@@ -207,7 +175,7 @@ class PrefillSide:
 
 @contextmanager
 def decode_side(settings: LinkSettings = SETTINGS, pool: MemoryPool | None = None) -> Iterator[DecodeSide]:
-    pool = pool or MemoryPool()
+    pool = pool or MemoryPool(borrows=True)
     table = ReservationTable("1")
     listener = RecordingReceiverListener()
     worker = identity("decode-0", layout=pool.layout)
@@ -308,7 +276,7 @@ class FaultProxy:
 
     def __init__(self, target: bytes, transport: str) -> None:
         self._target = LinkEndpoint.decode(target)
-        self._is_unix = transport == "shm"
+        self._is_unix = transport in ("adopt", "shm")
         self._has_payload = transport == "tcp"
         self.to_receiver: Hook = pass_on
         self.to_sender: Hook = pass_on
@@ -321,7 +289,7 @@ class FaultProxy:
             self._listening = socket.socket(socket.AF_UNIX)
             self._listening.bind(name)
             self._listening.listen()
-            changed = replace(self._target, unix_name=name, transports=("shm",))
+            changed = replace(self._target, unix_name=name, transports=(transport,))
         else:
             self._listening = socket.create_server(("127.0.0.1", 0))
             changed = replace(self._target, port=self._listening.getsockname()[1], transports=(transport,))

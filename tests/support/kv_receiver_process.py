@@ -13,7 +13,7 @@ from kv_links import LARGE_LAYOUT, NUM_LARGE_BLOCKS, SETTINGS, MemoryPool, decod
 
 
 def main() -> None:
-    pool = MemoryPool(LARGE_LAYOUT, NUM_LARGE_BLOCKS)
+    pool = MemoryPool(LARGE_LAYOUT, NUM_LARGE_BLOCKS, borrows=True)
     with decode_side(SETTINGS, pool) as decode:
         pool.before_block = lambda block: print("writing", flush=True)
         print("ready", decode.receiver.endpoint().hex(), flush=True)

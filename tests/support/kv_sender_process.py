@@ -31,6 +31,9 @@ class Printer:
     def transfer_failed(self, request_id: str, error: EngineError) -> None:
         print("failed", request_id, type(error).__name__, error, flush=True)
 
+    def loan_over(self, request_id: str, count: int) -> None:
+        print("over", request_id, count, flush=True)
+
 
 def main() -> None:
     size, transports, key, layout = (*sys.argv[1:], "", "")[:4]

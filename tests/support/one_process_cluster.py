@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from pausing_model import PausingModel
 
 from decode_worker.worker import DecodeWorker
 from engine.block_hash import pack_tokens, unpack_tokens
+from engine.block_stats import BlockStats
 from engine.config import EngineConfig, SchedulerConfig
 from engine.model_config import model_fingerprint
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
@@ -49,7 +52,8 @@ class ClusterWorker:
     def __init__(self, worker_class: type[PrefillWorker] | type[DecodeWorker], config: WorkerConfig) -> None:
         self.model = PausingModel()
         fingerprint = model_fingerprint(Path(config.engine.model_path))
-        self.parts = assemble_engine(self.model, fingerprint, config.engine)
+        role = "decode" if worker_class is DecodeWorker else "prefill"
+        self.parts = assemble_engine(self.model, fingerprint, config.engine_of(role))
         self.config = config
         self.role = worker_class(config, self.parts)
         self.server = WorkerServer(self.role, config)
@@ -62,6 +66,10 @@ class ClusterWorker:
     async def stop(self) -> None:
         await self.server.stop(0.0)
         await self.role.stop()
+
+    async def block_stats(self) -> BlockStats:
+        """On the engine thread."""
+        return await asyncio.wrap_future(self.role._core._step_loop.call(lambda engine: engine.stats().blocks))
 
     async def check_idle(self) -> worker_pb2.Load:
         """Every request ends by itself, and nothing of any is left."""
@@ -188,6 +196,10 @@ class OneProcessCluster:
             max_num_seqs=settings.pop("max_num_seqs", 16),
         )
         engine = EngineConfig(model_path=str(self._folder), dtype="float32", scheduler=scheduler, **settings)
+        if "adopt" in self._worker_settings.get("kv_transports", ()):
+            engine = replace(
+                engine, native_cache=str(Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}" / "native")
+            )
         name = "prefill" if worker_class is PrefillWorker else "decode"
         return ClusterWorker(
             worker_class,

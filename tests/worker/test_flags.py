@@ -66,7 +66,7 @@ def test_transports_that_are_none_are_refused_with_those_that_are(started: list[
     code, output = run("--kv-transports", text)
 
     assert code == 1
-    assert "kv_transports must name some of shm, nccl, tcp, gloo" in output
+    assert "kv_transports must name some of adopt, shm, nccl, tcp, gloo" in output
 
 
 @pytest.mark.parametrize(

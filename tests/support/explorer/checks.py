@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from decode_worker.stream import Phase
 from decode_worker.worker import DecodeWorker
 from engine.block_hash import BlockIdentity, block_chain, pack_tokens
+from engine.borrowing import BorrowingBlockManager
 from explorer.model import BLOCK_SIZE, LAYOUT, expected_block
 from kv_transfer.frames import BlockEntry
 
@@ -46,11 +47,20 @@ def _check_decode(node: Node) -> None:
     for record in node.role._core.live:
         open_here = record.phase is Phase.OPEN
         _require(open_here == (node.table.progress(record.key) is not None), f"{record.key} waits without a ticket")
+    if isinstance(node.blocks, BorrowingBlockManager):
+        _check_borrowed(node, node.blocks)
     for slot, generation in node.being_written():
         _require(
             node.blocks.generation(slot) == generation and node.blocks.references(slot) > 0,
             f"slot {slot} was given away while a link writes into it",
         )
+
+
+def _check_borrowed(node: Node, blocks: BorrowingBlockManager) -> None:
+    """Whoever compares the generations knows which blocks still hold what they were lent for."""
+    for block, borrowed in blocks._borrowed.items():
+        if borrowed.hash is not None and borrowed.lender.generations[borrowed.source] == borrowed.generation:
+            _check_words(node, block, node.world.contents[borrowed.hash])
 
 
 def _check_prefill(node: Node) -> None:
@@ -90,6 +100,7 @@ def _check_idle(node: Node) -> None:
     _require(not any(counts), f"requests are left in the engine of {node.worker_id}: {counts}")
     blocks = stats.blocks
     _require(blocks.free + blocks.cached == blocks.total, f"blocks of {node.worker_id} are left: {blocks}")
+    _require(not blocks.borrowed and not blocks.lent, f"{node.worker_id} lends or borrows still: {blocks}")
     if node.decodes:
         table = node.table.stats()
         _require(table.open == table.ending == 0, f"tickets of {node.worker_id} are left: {table}")

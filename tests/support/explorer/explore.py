@@ -13,13 +13,14 @@ from explorer.faults import FAULTS, faults
 from explorer.node import virtual
 from explorer.world import Setup, Step, World
 from kv_transfer.frames import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
-from kv_transfer.identity import SHM, TCP
+from kv_transfer.identity import ADOPT, SHM, TCP
 
 T = TypeVar("T")
 MAX_SHRINKS = 300
 MAX_STEPS = 3000
 """A schedule that takes more does not come to rest."""
 PROMPTS = ((1, 2, 3), (1, 2, 4), (1, 2, 3, 4), (5, 6), (1, 2), (5, 6, 7))
+LONG_PROMPTS = ((1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 8, 9), (5, 6, 7, 8, 9, 10, 11, 12), (9, 8, 7, 6, 5))
 Choose = Callable[[World, Sequence[Step]], int]
 """Place of a step in the list, or behind it among the faults."""
 
@@ -35,7 +36,9 @@ class Failure:
         return f"{type(self.error).__name__}: {self.error}\n" + "\n".join(self.trace)
 
 
-def random_setup(rng: random.Random) -> Setup:
+def random_setup(rng: random.Random, transport: str = "") -> Setup:
+    if transport == ADOPT:
+        return _lending_setup(rng)
     prompts = rng.sample(PROMPTS, rng.choice((1, 2)))
     requests = [(prompt, rng.randint(1, 3)) for prompt in rng.choices(prompts, k=rng.choice((1, 2, 2, 3)))]
     return Setup(
@@ -44,8 +47,25 @@ def random_setup(rng: random.Random) -> Setup:
         num_decode=rng.choice((1, 1, 2)),
         num_blocks=rng.choice((3, 3, 4, 6)),
         prefill_budget=rng.choice((2, 4)),
-        transport=rng.choice((SHM, TCP)),
+        transport=transport or rng.choice((SHM, TCP)),
         protocol=rng.choice((PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION)),
+        faults=tuple(FAULTS),
+        max_faults=rng.choice((0, 1, 2, 3)),
+        silence=rng.random() < 0.2,
+    )
+
+
+def _lending_setup(rng: random.Random) -> Setup:
+    """Longer prompts, of which blocks are lent, and longer outputs, which read them meanwhile."""
+    prompts = rng.sample(LONG_PROMPTS, rng.choice((1, 2, 3)))
+    requests = [(prompt, rng.randint(1, 7)) for prompt in rng.choices(prompts, k=rng.choice((1, 2, 3)))]
+    return Setup(
+        requests=tuple(requests),
+        num_prefill=rng.choice((1, 1, 2)),
+        num_decode=rng.choice((1, 1, 2)),
+        num_blocks=rng.choice((5, 6, 7, 8)),
+        prefill_budget=rng.choice((2, 4)),
+        transport=ADOPT,
         faults=tuple(FAULTS),
         max_faults=rng.choice((0, 1, 2, 3)),
         silence=rng.random() < 0.2,
@@ -115,14 +135,15 @@ def play(setup: Setup, choose: Choose) -> Failure | None:
     return None
 
 
-def play_seed(seed: int) -> Failure | None:
+def play_seed(seed: int, transport: str = "") -> Failure | None:
+    """`transport` of all links, in place of the seed's choice."""
     rng = random.Random(seed)
-    return play(random_setup(rng), AtRandom(rng))
+    return play(random_setup(rng, transport), AtRandom(rng))
 
 
-def replay(seed: int, choices: Sequence[int]) -> Failure | None:
+def replay(seed: int, choices: Sequence[int], transport: str = "") -> Failure | None:
     """These steps in the world of `seed`."""
-    return play(random_setup(random.Random(seed)), AsListed(choices))
+    return play(random_setup(random.Random(seed), transport), AsListed(choices))
 
 
 def shrunk(failure: Failure) -> Failure:

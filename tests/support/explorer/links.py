@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from engine.errors import HandshakeRefused, LinkClosed, TransferError
+from engine.peer_windows import PeerWindow
 from explorer.agenda import Actor
 from explorer.checks import check_adopted
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import LENGTH_BYTES, Block, Blocks, Frame, Hello, Renew, body_length, decode, encode
 from kv_transfer.handshake import examine
-from kv_transfer.identity import SHM, LinkEndpoint, LinkTarget
+from kv_transfer.identity import ADOPT, MAPPING, LinkEndpoint, LinkTarget
 from kv_transfer.link import IncomingLink, LinkSettings, OutgoingLink
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.receiver_link import ReceiverLink
@@ -170,7 +171,8 @@ class SenderEnd(_SenderLink):
         self.wire = wire
         connection = cast(FrameSocket, Connection(self.world, wire, wire.down, wire.up))
         block_bytes = self._sender._kv.layout.block_bytes
-        outlet = ShmOutlet(connection, block_bytes) if hello.transport == SHM else TcpOutlet(connection)
+        maps = hello.transport in MAPPING
+        outlet = ShmOutlet(connection, block_bytes, hello.transport) if maps else TcpOutlet(connection)
         self._connection = connection
         self.outgoing = OutgoingLink(connection, outlet, protocol, fell_back=False)
         self.transfers.transport = outlet.transport
@@ -266,6 +268,10 @@ class ReceiverEnd:
         node.receiver._links[self._end] = None
         self._link = IncomingLink(cast(FrameSocket, connection), self, protocol, hello)
         self.transport = hello.transport
+        self.window: PeerWindow | None = None
+        if hello.transport == ADOPT:
+            assert node.kv.windows is not None
+            self.window = node.kv.windows.open(peer.node.kv.fd or 0, hello.num_blocks)
         self.taken: Sent | None = None
         self.writing: tuple[Blocks, list[WriteGrant | TransferError]] | None = None
         self.copied = False
@@ -321,7 +327,7 @@ class ReceiverEnd:
             if self._error is not None:
                 raise self._error
             if adopted := outcomes.count(WriteOutcome.ADOPTED):
-                self._end._account(self._link, frame, adopted)
+                self._end._account(self._link, frame.ticket_id, adopted)
             for entry, outcome in zip(frame.entries, outcomes, strict=True):
                 if outcome is WriteOutcome.ADOPTED:
                     check_adopted(self.node, entry)
@@ -349,7 +355,7 @@ class ReceiverEnd:
         for i, (slot, entry) in enumerate(zip(slots, frame.entries, strict=True)):
             if slot is None:
                 continue
-            if self.transport == SHM:
+            if self.transport in MAPPING:
                 assert entry.offset is not None
                 slot[:] = self.peer.node.kv.block(entry.offset // len(slot))
             elif self.wire.torn:
@@ -363,7 +369,8 @@ class ReceiverEnd:
         return self.node.receiver.copier.digests(written)
 
     def close(self) -> None:
-        pass
+        if self.window is not None:
+            self.window.retire()
 
 
 def decoded(sent: Sent) -> Frame:

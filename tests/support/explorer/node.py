@@ -18,6 +18,7 @@ from explorer.agenda import Actor, Agenda
 from explorer.checks import IDENTITY
 from explorer.links import ExploredReceiver, ExploredSender, SenderEnd
 from explorer.model import BLOCK_SIZE, LAYOUT, MAX_MODEL_LEN, TinyModel
+from kv_transfer.identity import ADOPT
 from kvrelay.v1 import worker_pb2
 from prefill_worker.worker import PrefillWorker
 from router.peer import Peer
@@ -85,9 +86,11 @@ class Node:
         run(self.role.start())
 
     def _pool(self, num_blocks: int) -> KvCache:
-        fitting = next((kv for kv in self.pools if kv.num_blocks == num_blocks), None)
-        if fitting is None:
-            return KvCache(LAYOUT, num_blocks)
+        adopts = self.world.setup.transport == ADOPT
+        borrows, lends = adopts and self.decodes, adopts and not self.decodes
+        fitting = next((kv for kv in self.pools if (kv.num_blocks, kv.lends) == (num_blocks, lends)), None)
+        if borrows or fitting is None:
+            return KvCache(LAYOUT, num_blocks, borrows=borrows, lent_share=0.7 if lends else 0.0)
         self.pools.remove(fitting)
         fitting.pool.fill_(7.0)
         return fitting
@@ -158,7 +161,10 @@ class Node:
     def close(self) -> None:
         if self.decodes:
             self.receiver.stop()
-        self.pools.append(self.kv)
+        if self.kv.windows is None:
+            self.pools.append(self.kv)
+        else:
+            self.kv.close()
 
 
 class Connection:

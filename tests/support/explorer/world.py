@@ -27,7 +27,7 @@ from explorer.links import ReceiverEnd, SenderEnd
 from explorer.model import expected_output
 from explorer.node import LEASE_S, Connection, Node, run
 from kv_transfer.frames import PROTOCOL_VERSION
-from kv_transfer.identity import SHM, TCP
+from kv_transfer.identity import MAPPING, TCP
 from kvrelay.v1 import worker_pb2
 from router.session import WorkerSession
 
@@ -239,7 +239,7 @@ class World:
                 origins = (down[0].origin, len(down) > 1) if down else ()
                 yield Step("frame", end.actor.name, end.receive, actors, origins, node)
         elif not end.copied:
-            if self.setup.transport == SHM:
+            if self.setup.transport in MAPPING:
                 actors = (*actors, end.peer.node.engine_thread)
             yield Step("copy", end.actor.name, end.copy, actors, (), node)
         else:

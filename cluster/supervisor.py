@@ -232,13 +232,26 @@ class Supervisor:
                 done, _ = await asyncio.wait({gone}, timeout=0 if silent else limit_s / 3)
                 if done or life.ending:
                     return await gone
-                silent = 0 if await life.handle.answers(limit_s / HEALTH_CHECKS) else silent + 1
+                silent = 0 if await self._answers(life, gone, limit_s / HEALTH_CHECKS) else silent + 1
+                if gone.done():
+                    return await gone
             self._events.put_nowait(MemberHung(life.member_id, life.attempt, f"no answer for {limit_s:g} s"))
             return await gone
         finally:
             if not gone.done():
                 gone.cancel()
                 await asyncio.wait({gone})
+
+    async def _answers(self, life: _Life, gone: asyncio.Task[str], timeout_s: float) -> bool:
+        """Whether it answers within `timeout_s`; not waited for once it is gone."""
+        asking = asyncio.create_task(life.handle.answers(timeout_s))
+        try:
+            await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return asking.done() and asking.result()
+        finally:
+            if not asking.done():
+                asking.cancel()
+                await asyncio.wait({asking})
 
     async def _end_gently(self, life: _Life) -> None:
         life.ending = True

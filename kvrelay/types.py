@@ -279,6 +279,10 @@ class WorkerStatus:
     """How old what the router has noted of its blocks may be."""
     blocks_lists: int
     """Asked for in this session. More than one: changes were lost or differed."""
+    blocks_noted: int
+    """Routing keys that the router has noted for it, those evicted since included."""
+    blocks_digest: int
+    """Their sum, modulo 2^64."""
 
     @classmethod
     def from_proto(cls, message: router_pb2.WorkerStatus) -> Self:
@@ -305,6 +309,8 @@ class WorkerStatus:
             blocks_state=message.blocks_state,
             blocks_staleness_s=message.blocks_staleness_s,
             blocks_lists=message.blocks_lists,
+            blocks_noted=message.blocks_noted,
+            blocks_digest=message.blocks_digest,
         )
 
 

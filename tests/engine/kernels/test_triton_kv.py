@@ -159,7 +159,7 @@ def test_a_slice_of_the_heads_is_gathered_as_the_layout_has_it() -> None:
     kv, shard = KvCache(layout, 4), layout.shard(1, 2)
     kv.pool.copy_(torch.randn(kv.pool.shape))
     staging = torch.zeros(2, shard.block_bytes, dtype=torch.uint8)
-    source = torch.frombuffer(kv.block(0).obj, dtype=torch.uint8).view(4, layout.block_bytes)
+    source = kv.pool.view(torch.uint8).view(4, layout.block_bytes)
     head_bytes = layout.block_size * layout.head_dim * 2
 
     triton_kv.copy_parts(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from contextlib import suppress
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
@@ -107,4 +108,5 @@ def _cache_digest(folder: Path, key: list[list[Any]], digest: bytes) -> None:
         temporary.write_text(json.dumps({"files": key, "digest": digest.hex()}))
         os.replace(temporary, folder / DIGEST_FILE)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

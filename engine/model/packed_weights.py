@@ -1,8 +1,8 @@
 """All parameters of a model as the native decoder reads them, in one piece of memory.
 
 That is memory of this process, or a file beside the weights, made by the first worker of a machine and mapped by
-all. The file is good for one checkpoint, one configuration and one packing, which its name says, and holds a digest of
-its bytes: one that is damaged is made again.
+all. The file is good for one checkpoint, one configuration and one packing, which its name and its first bytes say, and
+holds a digest of its bytes: one that is damaged, or of another name, is made again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import logging
 import mmap
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -68,17 +69,18 @@ def load_packed(
 ) -> PackedWeights:
     """From the file beside the weights in `folder`, which is made if it is not there or damaged; where that cannot be,
     in memory of this process. `load` reads the weights, whose digest is `checkpoint`."""
-    path = folder / f"{_PREFIX}{_key(checkpoint, config)}.bin"
+    key = _key(checkpoint, config)
+    path = folder / f"{_PREFIX}{key}.bin"
     places, size = _places(config, DecoderWeights(config, torch.bfloat16, device="meta"))
-    if (memory := _open(path, size)) is not None:
+    if (memory := _open(path, key, size)) is not None:
         return PackedWeights(_addresses(memory, _HEADER_BYTES, places), memory)
     weights = load()
     try:
-        _make(path, config, weights, decoder, places, size)
+        _make(path, key, weights, decoder, places, size)
     except OSError as error:
         logger.info("packed weights are not shared: %s cannot be made: %s", path, error.strerror or error)
         return pack(config, weights, decoder)
-    if (memory := _open(path, size)) is None:  # another process took it away meanwhile
+    if (memory := _open(path, key, size)) is None:  # another process took it away meanwhile
         return pack(config, weights, decoder)
     return PackedWeights(_addresses(memory, _HEADER_BYTES, places), memory)
 
@@ -126,7 +128,7 @@ def _fill(packed: PackedWeights, weights: DecoderWeights, decoder: NativeDecoder
 
 def _make(
     path: Path,
-    config: ModelConfig,
+    key: str,
     weights: DecoderWeights,
     decoder: NativeDecoder,
     places: dict[str, int],
@@ -139,36 +141,51 @@ def _make(
         os.posix_fallocate(descriptor, 0, _HEADER_BYTES + size)  # a full disk is an error here, and a signal later
         with mmap.mmap(descriptor, _HEADER_BYTES + size) as memory:
             _fill(PackedWeights(_addresses(memory, _HEADER_BYTES, places), memory), weights, decoder)
-            memory[: len(_VERSION)] = _VERSION
+            memory[: len(_head(key))] = _head(key)
             memory[_HEADER_BYTES - _DIGEST_BYTES : _HEADER_BYTES] = _digest(memory)
         with suppress(FileExistsError):
             os.link(unfinished, path)
         for old in path.parent.glob(f"{_PREFIX}*.bin"):
             if old != path:
-                old.unlink(missing_ok=True)
+                with suppress(OSError):  # somebody else's, perhaps: it only takes room
+                    old.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
         unfinished.unlink(missing_ok=True)
 
 
-def _open(path: Path, size: int) -> mmap.mmap | None:
-    """The file, mapped; None if it is not there, or damaged: then it is gone."""
+def _open(path: Path, key: str, size: int) -> mmap.mmap | None:
+    """The file, mapped; None if it is not there, or not what its name says: then it is gone, where that can be."""
     try:
-        with path.open("rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which waits for nobody, were it a pipe
     except OSError:
         return None
-    except ValueError:  # it is empty
-        memory = None
-    if memory is not None and _is_whole(memory, size):
-        return memory
+    try:
+        if (memory := _map(descriptor)) is not None and _is_whole(memory, key, size):
+            return memory
+    finally:
+        os.close(descriptor)
     logger.warning("%s is damaged, and made again", path)
-    path.unlink(missing_ok=True)
+    with suppress(OSError):  # of a read-only folder
+        path.unlink(missing_ok=True)
     return None
 
 
-def _is_whole(memory: mmap.mmap, size: int) -> bool:
-    if len(memory) != _HEADER_BYTES + size or memory[: len(_VERSION)] != _VERSION:
+def _map(descriptor: int) -> mmap.mmap | None:
+    """None if it is no file, or empty."""
+    state = os.fstat(descriptor)
+    if not stat.S_ISREG(state.st_mode) or not state.st_size:
+        return None
+    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+
+
+def _head(key: str) -> bytes:
+    return _VERSION + b"\0" + key.encode()
+
+
+def _is_whole(memory: mmap.mmap, key: str, size: int) -> bool:
+    head = _head(key)
+    if len(memory) != _HEADER_BYTES + size or memory[: len(head)] != head:
         return False
     return _digest(memory) == memory[_HEADER_BYTES - _DIGEST_BYTES : _HEADER_BYTES]
 

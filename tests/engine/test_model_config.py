@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -323,6 +324,16 @@ def test_a_folder_that_cannot_keep_the_digest_still_has_a_fingerprint(
 
     assert len(model_fingerprint(model_folder)) == 32
     assert [path.name for path in model_folder.glob(f"{DIGEST_FILE}*")] == []
+
+
+def test_a_read_only_folder_still_has_a_fingerprint(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("write_text", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+
+    assert len(model_fingerprint(model_folder)) == 32
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from tiny_llama import TINY, PagedRunner, random_tensors, weights_of
 
 from engine.config import ModelConfig
+from engine.model import packed_weights
 from engine.model.decoder import DecoderWeights
 from engine.model.native_decoder import NativeModel
 from engine.model.packed_weights import PackedWeights, load_packed, pack
@@ -75,6 +78,46 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, decoder: NativeDecoder, da
 
     assert path.read_bytes() == content
     assert files(tmp_path) == [path]
+
+
+def test_a_whole_file_of_another_model_under_this_name_is_made_again(tmp_path: Path, decoder: NativeDecoder) -> None:
+    load_packed(tmp_path, CHECKPOINT, TINY, weights, decoder)
+    (path,) = files(tmp_path)
+    content = path.read_bytes()
+    load_packed(tmp_path, b"d" * 32, TINY, lambda: weights(seed=1), decoder)
+    files(tmp_path)[0].rename(path)
+
+    load_packed(tmp_path, CHECKPOINT, TINY, weights, decoder)
+
+    assert path.read_bytes() == content
+
+
+def test_a_pipe_in_place_of_the_file_is_replaced_by_one(tmp_path: Path, decoder: NativeDecoder) -> None:
+    load_packed(tmp_path, CHECKPOINT, TINY, weights, decoder)
+    (path,) = files(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+
+    load_packed(tmp_path, CHECKPOINT, TINY, weights, decoder)
+
+    assert path.is_file()
+
+
+def test_a_damaged_file_in_a_folder_that_is_read_only_costs_no_start(
+    tmp_path: Path, decoder: NativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_packed(tmp_path, CHECKPOINT, TINY, weights, decoder)
+    (path,) = files(tmp_path)
+    path.write_bytes(b"damaged")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(packed_weights, "_make", refuse)
+    packed = load_packed(tmp_path, CHECKPOINT, TINY, weights, decoder)
+
+    assert torch.equal(logits(packed, decoder), logits(pack(TINY, weights(), decoder), decoder))
 
 
 @pytest.mark.parametrize(

@@ -339,8 +339,17 @@ def run_and_list_heavy_modules(*arguments: str, home: Path | None = None) -> sub
     )
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """A shell has its background jobs ignore SIGINT, and what they start inherits that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("command", [["generate", "hello"], ["chat"]])
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_cancels_the_answer_at_the_router(router: FakeRouter, command: list[str]) -> None:
     def script(call: LiveCall) -> Iterator[Event]:
         yield accepted()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -49,6 +49,9 @@ class Adoption:
     first_missing: int = 0
     borrowed: dict[int, int] = field(default_factory=dict)
     """Ordinal -> block of a peer that holds it, while the request's own is still in its place: those behind a gap."""
+    first_lost: int | None = None
+    """The first ordinal that was lent and given back unread, as a block before it is lost. With its first step the
+    request starts over."""
 
     def expect(self, ordinals: Iterable[int]) -> None:
         """The grant: these ordinals, a range that ends with the reservation's last block, come over the link."""
@@ -63,9 +66,17 @@ class Adoption:
 
     def resident_tokens(self, block_size: int) -> int:
         """Tokens of the reservation with KV, up to the first gap."""
-        if not self.missing:
-            return self.num_tokens
-        return self.first_missing * block_size
+        resident = self.first_missing * block_size if self.missing else self.num_tokens
+        return resident if self.first_lost is None else min(resident, self.first_lost * block_size)
+
+    def lose(self, ordinals: Sequence[int]) -> None:
+        """These missing blocks were lent, and can neither be read nor come another way. Nor are those in `borrowed`
+        read any more."""
+        for ordinal in ordinals:
+            self.adopt(ordinal)
+        known = () if self.first_lost is None else (self.first_lost,)
+        self.first_lost = min([*ordinals, *self.borrowed, *known])
+        self.borrowed.clear()
 
     @property
     def settled(self) -> bool:

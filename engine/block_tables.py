@@ -226,6 +226,7 @@ class BlockTables:
     def borrow(self, request: Request, loan: Loan) -> None:
         """Hold what the request lacks of `loan`, and give the rest back.
 
+        If the request holds a former content of one of the slots, that is lost: it will start over, and all go back.
         Raises `InternalError` if it has one of the blocks already; then all have gone back, and nothing has changed.
         """
         adoption = request.adoption
@@ -234,12 +235,19 @@ class BlockTables:
         loan.give_back(len(loan.blocks) - len(wanted))
         if adoption is None or not wanted:
             return
-        ids = {loan.lender.first_block + lent.source for lent in wanted}
-        if len(ids) < len(wanted) or not ids.isdisjoint([*request.block_table, *adoption.borrowed.values()]):
+        lent_ids = {loan.lender.first_block + lent.source: lent.generation for lent in wanted}
+        held = lent_ids.keys() & {*request.block_table, *adoption.borrowed.values()}
+        if len(lent_ids) < len(wanted) or any(self._blocks.generation(i) == lent_ids[i] for i in held):
             loan.give_back(len(wanted))
             raise InternalError(f"request {request.request_id} was lent a block twice")
         assert isinstance(self._blocks, BorrowingBlockManager), "nobody can lend to this pool"
-        self.close_transfer(request, [lent.ordinal for lent in wanted])
+        ordinals = [lent.ordinal for lent in wanted]
+        self.close_transfer(request, ordinals)
+        if held or adoption.first_lost is not None:
+            loan.give_back(len(wanted))
+            self._blocks.release(list(adoption.borrowed.values()))
+            adoption.lose(ordinals)
+            return
         for lent in wanted:
             adoption.borrowed[lent.ordinal] = self._blocks.borrow(loan, lent)
             adoption.adopt(lent.ordinal)

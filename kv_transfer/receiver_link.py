@@ -145,7 +145,7 @@ class ReceiverLink:
                 self._take_loans(link, frame, link.intake.window)
             case AskLoans() if link.intake.window is not None:
                 self._asked = frame.number
-                self._release(link, link.intake.window, answers=True)
+                self._send_acks(link, answers=True)
             case Renew():
                 for ticket_id in frame.ticket_ids:
                     self._renew(link, ticket_id)
@@ -191,15 +191,14 @@ class ReceiverLink:
         if blocks:
             window.take(len(blocks))
             self._account(link, frame.ticket_id, len(blocks))
-            self._listener.blocks_lent(Loan(frame.ticket_id, window, blocks))
+            self._acks.setdefault(frame.ticket_id, []).extend(block.ordinal for block in blocks)
+            self._listener.blocks_lent(Loan(frame.ticket_id, window, blocks))  # from now on they may come back
         for entry, outcome in zip(entries, outcomes, strict=True):
-            if outcome is None:
-                self._acks.setdefault(frame.ticket_id, []).append(entry.ordinal)
-            else:
+            if outcome is not None:
                 self._answer(link, frame, entry, outcome)
 
     def _release(self, link: IncomingLink, window: PeerWindow, *, answers: bool = False) -> None:
-        """Tell what was given back; whoever `answers` says so even if that is nothing."""
+        """Tell what was given back, of blocks whose ACKs are sent; whoever `answers` says so even of nothing."""
         while (returned := window.take_returned(MAX_RELEASED_TICKETS)) or answers:
             answers = False
             tickets, counts = tuple(t for t, _ in returned), tuple(n for _, n in returned)
@@ -315,13 +314,14 @@ class ReceiverLink:
     def _unsent_acks(self) -> int:
         return sum(map(len, self._acks.values()))
 
-    def _send_acks(self, link: IncomingLink) -> None:
+    def _send_acks(self, link: IncomingLink, *, answers: bool = False) -> None:
+        """And what was given back: behind the ACKs, as what was lent a moment ago may be among it."""
         acks, self._acks = self._acks, {}
-        if link.intake.window is not None:
-            self._release(link, link.intake.window)
         if acks:
             encoded = [encode(Ack(ticket_id=ticket, ordinals=tuple(ordinals))) for ticket, ordinals in acks.items()]
             link.connection.send(b"".join(encoded))
+        if link.intake.window is not None:
+            self._release(link, link.intake.window, answers=answers)
 
     def _tear_down(self, error: TransferError, link: IncomingLink | None) -> None:
         if link is None:

@@ -4,10 +4,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from factories import fake_identity, make_request
 
 from engine.borrowing import BorrowingBlockManager, LentBlock, Loan
-from engine.config import CacheConfig
+from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import InternalError
+from engine.request import Request, RequestKind, RequestStatus
+from engine.scheduler import Scheduler
 
 NUM_BLOCKS = 8
 FIRST = 100
@@ -189,3 +192,68 @@ def test_a_block_that_is_neither_ours_nor_borrowed_is_refused(pool: BorrowingBlo
     borrow(pool, peer, 5)
     with pytest.raises(InternalError, match="neither ours nor borrowed"):
         pool.release([FIRST + 3])
+
+
+PREFIX = list(range(10, 18))
+
+
+class Requests:
+    """`first` runs, and reads the slots 3 and 5 of the peer; `second`, whose prompt goes on differently, shares them
+    and waits for its blocks 2, 3 and 4."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        config = CacheConfig(num_blocks=16, block_size=4)
+        self.pool = BorrowingBlockManager(config, fence=lambda: None)
+        self.scheduler = Scheduler(SchedulerConfig(), config, self.pool, fake_identity(4), max_model_len=64)
+        self.first = self.reserve([*PREFIX, 1])
+        self.lend(self.first, {0: 3, 1: 5})
+        self.scheduler.adopt(self.first, 2)
+        self.scheduler.start(self.first)
+        self.second = self.reserve([*PREFIX, *range(30, 39)])
+
+    def reserve(self, prompt: list[int]) -> Request:
+        request = make_request(prompt, kind=RequestKind.DECODE)
+        self.scheduler.add(request)
+        self.scheduler.schedule(0.0)
+        return request
+
+    def lend(self, request: Request, sources: dict[int, int]) -> None:
+        blocks = tuple(LentBlock(i, source, int(self.peer.generations[source])) for i, source in sources.items())
+        self.scheduler.borrow(request, Loan(request.request_id, self.peer, blocks))
+        self.scheduler.check_integrity()
+
+
+@pytest.fixture
+def requests(peer: Peer) -> Requests:
+    return Requests(peer)
+
+
+@pytest.mark.parametrize("loans", [[{2: 3, 3: 7}], [{3: 7}, {2: 3}], [{2: 3}, {3: 7}], [{3: 3}, {2: 7}]])
+def test_a_request_that_is_lent_a_slot_again_whose_former_content_it_holds_starts_over(
+    requests: Requests, peer: Peer, loans: list[dict[int, int]]
+) -> None:
+    second, scheduler = requests.second, requests.scheduler
+    assert second.block_table[:2] == [FIRST + 3, FIRST + 5]
+    peer.generations[3] += 1
+
+    for loan in loans:
+        requests.lend(second, loan)
+    assert peer.returned[second.request_id] == 2
+    scheduler.adopt(second, 4)
+    scheduler.start(second)
+    scheduler.check_integrity()
+    assert second.num_computed_tokens <= 12
+    scheduler.take_back(requests.pool.find_lost())
+
+    assert second.status is RequestStatus.WAITING
+    assert requests.pool.stats().borrowed == 0
+    scheduler.check_integrity()
+
+
+def test_a_request_that_is_lent_what_it_holds_already_is_a_fault(requests: Requests, peer: Peer) -> None:
+    with pytest.raises(InternalError, match="lent a block twice"):
+        requests.lend(requests.second, {2: 3})
+
+    assert peer.returned == {requests.second.request_id: 1}
+    requests.scheduler.check_integrity()

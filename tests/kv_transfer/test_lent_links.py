@@ -3,6 +3,7 @@ see `test_link_conformance`."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -30,12 +31,13 @@ from kv_transfer.loan_records import pack_loans, unpack_loans
 from kv_transfer.sender import OutgoingBlock
 
 BLOCK_BYTES = 32 * 1024
+SETTINGS_ADOPT = replace(SETTINGS, transports=("adopt",))
 QUICK = replace(SETTINGS, ask_loans_s=0.02, loan_lease_s=0.3, transports=("adopt",))
 
 
 @pytest.fixture
 def wire() -> Iterator[Wire]:
-    with open_wire("adopt", QUICK, replace(SETTINGS, transports=("adopt",))) as wire:
+    with open_wire("adopt", QUICK, SETTINGS_ADOPT) as wire:
         yield wire
 
 
@@ -91,6 +93,43 @@ def test_what_is_given_back_comes_back_once(wire: Wire) -> None:
     over(wire, 2)
 
     assert wire.prefill.listener.loans_over.empty()
+
+
+@pytest.mark.parametrize("refused", [None, 1])
+def test_blocks_that_are_given_back_before_they_are_acknowledged_do_not_end_the_link(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, refused: int | None
+) -> None:
+    monkeypatch.setattr(wire.decode.listener, "blocks_lent", lambda loan: loan.give_back(len(loan.blocks)))
+    if refused is not None:  # and a refusal sends what was to be sent before it
+        wire.prefill.pool.generations[refused] = 1
+    wire.begin("t", [5, 6, 7, 8], direct=True)
+    send(wire, "t", [0, 1, 2])
+
+    over(wire, 3)
+
+    assert wire.prefill.sender.stats().links_lost == {}
+
+
+def test_an_answer_to_a_question_does_not_overtake_acknowledgements() -> None:
+    """The question comes together with the blocks."""
+    asked = threading.Event()
+
+    def ask_at_once(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
+        if isinstance(frame, Lend) and frame.ticket_id == "t":
+            asked.set()
+            return [encoded + encode(AskLoans(number=0))]
+        return [encoded]
+
+    with open_wire("adopt", SETTINGS_ADOPT, SETTINGS_ADOPT) as wire:
+        wire.proxy.to_receiver = ask_at_once
+        wire.decode.listener.blocks_lent = lambda loan: loan.give_back(len(loan.blocks))  # type: ignore[method-assign]
+        wire.begin("t", [5, 6, 7, 8])
+        send(wire, "t", [0, 1, 2])
+
+        over(wire, 3)
+
+        assert asked.is_set()
+        assert wire.prefill.sender.stats().links_lost == {}
 
 
 def test_blocks_that_are_given_back_together_come_in_one_frame(wire: Wire) -> None:

@@ -292,13 +292,16 @@ class Engine:
         waiting = (r for r in self._scheduler.live if r.status is RequestStatus.WAITING)
         assert self._reserving.keys() == {r.request_id for r in waiting if r.adoption is not None}
 
-    def _take_back(self) -> None:
+    def _take_back(self) -> bool:
         if isinstance(self._blocks, BorrowingBlockManager) and (lost := self._blocks.find_lost()):
             self._scheduler.take_back(lost)
+            return True
+        return False
 
     def _without_lost(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Without the results of requests whose borrowed blocks were taken back during the step: these start again."""
-        self._take_back()
+        if not self._take_back():
+            return batch
         return replace(batch, sequences=tuple(s for s in batch.sequences if s.request.status is RequestStatus.RUNNING))
 
     def _announce(self, grants: Iterable[GrantedBlocks]) -> None:
@@ -334,7 +337,8 @@ class Engine:
                     request.first_scheduled = began
                 logprobs = told.get(request.request_id, ())
                 request.num_prompt_logprobs += len(logprobs)
-                updates.append(replace(self._advance(request, drawn.get(request.request_id)), prompt_logprobs=logprobs))
+                update = self._advance(request, drawn.get(request.request_id))
+                updates.append(replace(update, prompt_logprobs=logprobs) if logprobs else update)
         return tuple(updates)
 
     def _part(self, parent: Request) -> list[Request]:

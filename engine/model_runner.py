@@ -22,13 +22,13 @@ class ModelRunner:
         """Compute the batch's tokens and store their KV.
 
         Returns logits [n, vocab] float32, one row for each position that a sequence wants them of, in the order of the
-        batch. Whatever
-        the model raises goes through; the KV of the batch's tokens is then undefined, all other KV is untouched.
+        batch. Whatever the model raises goes through; the KV of the batch's tokens is then undefined, all other KV is
+        untouched.
         """
         with torch.inference_mode():
-            logits = self._model.forward(to_forward_batch(batch), self._kv)
-        num_rows = sum(len(sequence.logit_positions) for sequence in batch.sequences)
-        expected = (num_rows, self._model.config.vocab_size)
+            forward_batch = to_forward_batch(batch)
+            logits = self._model.forward(forward_batch, self._kv)
+        expected = (len(forward_batch.sample_rows), self._model.config.vocab_size)
         if logits.shape != expected:
             raise InternalError(f"the model gave logits of shape {tuple(logits.shape)}, expected {expected}")
         return logits

@@ -11,6 +11,8 @@ from engine.sampler import TokenLogprobs, token_logprobs
 def prompt_logprobs(batch: ScheduledBatch, logits: torch.Tensor) -> dict[str, tuple[TokenLogprobs, ...]]:
     """By request, of those that want them; before the batch counts as computed."""
     told: dict[str, tuple[TokenLogprobs, ...]] = {}
+    if all(sequence.request.prompt_logprobs is None for sequence in batch.sequences):
+        return told  # nearly always
     row = 0
     for sequence in batch.sequences:
         request, positions = sequence.request, sequence.request.untold_positions(sequence.num_tokens)

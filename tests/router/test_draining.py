@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from fake_worker import FakeWorker, expected_output
-from router_fleet import Fleet
+from router_fleet import Call, Fleet
 
 PROMPT = b"hello world"
 EXPECTED = expected_output(PROMPT, 6)
@@ -23,14 +23,19 @@ async def start(fleet: Fleet) -> tuple[FakeWorker, FakeWorker]:
     return fleet.workers["d0"], fleet.workers["d1"]
 
 
-async def test_a_draining_worker_gets_no_new_request_and_finishes_those_that_it_has(fleet: Fleet) -> None:
+async def call_on_draining(fleet: Fleet) -> tuple[Call, FakeWorker, FakeWorker]:
+    """A call that is held in the middle of its output, its decode worker, which drains now, and the other one."""
     workers = await start(fleet)
     for worker in workers:
         worker.hold(("output", 2))
     call = fleet.call()
     busy = await fleet.first_to_reach(("output", 2), list(workers))
-    other = next(worker for worker in workers if worker is not busy)
     fleet.registry.set_workers(addresses(fleet), {busy.worker_id})
+    return call, busy, next(worker for worker in workers if worker is not busy)
+
+
+async def test_a_draining_worker_gets_no_new_request_and_finishes_those_that_it_has(fleet: Fleet) -> None:
+    call, busy, other = await call_on_draining(fleet)
     other.release(("output", 2))
 
     later = [await fleet.call().done() for _ in range(3)]
@@ -43,17 +48,12 @@ async def test_a_draining_worker_gets_no_new_request_and_finishes_those_that_it_
 
 
 async def test_a_worker_is_idle_when_its_last_request_is_over(fleet: Fleet) -> None:
-    workers = await start(fleet)
-    for worker in workers:
-        worker.hold(("output", 2))
-    call = fleet.call()
-    busy = await fleet.first_to_reach(("output", 2), list(workers))
-    fleet.registry.set_workers(addresses(fleet), {busy.worker_id})
+    call, busy, other = await call_on_draining(fleet)
 
     idle = asyncio.create_task(fleet.registry.wait_idle(busy.worker_id))
     done, _ = await asyncio.wait({idle}, timeout=0)
     assert not done
-    for worker in workers:
+    for worker in (busy, other):
         worker.release(("output", 2))
     await call.done()
     async with asyncio.timeout(5):
@@ -61,13 +61,7 @@ async def test_a_worker_is_idle_when_its_last_request_is_over(fleet: Fleet) -> N
 
 
 async def test_what_a_draining_worker_still_has_when_it_is_taken_away_goes_on_elsewhere(fleet: Fleet) -> None:
-    workers = await start(fleet)
-    for worker in workers:
-        worker.hold(("output", 2))
-    call = fleet.call()
-    busy = await fleet.first_to_reach(("output", 2), list(workers))
-    other = next(worker for worker in workers if worker is not busy)
-    fleet.registry.set_workers(addresses(fleet), {busy.worker_id})
+    call, busy, other = await call_on_draining(fleet)
     other.release(("output", 2))
     await call.tokens(2)
     fleet.registry.set_workers({other.worker_id: other.address})

@@ -59,6 +59,7 @@ class Report:
             "bench": self.bench,
             "commit": commit(),
             "machine": machine(),
+            "load": os.getloadavg()[0],
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "figures": self.figures,
             "peers": self.peers,

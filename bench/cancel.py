@@ -1,6 +1,6 @@
 """Cancel storms: how soon is everything of a cancelled request free, and is anything left?
 
-`python -m bench.cancel [--json] [--quick]`
+`python -m bench.cancel [--json] [--quick] [--requests 1000]`
 
 Waves of requests at a router with one prefill and one decode worker, each a process. Each is cancelled at a random
 point (queued, reserving, prefill, transfer, decode, and a random moment more) in a random way: by its id, by its call,
@@ -45,6 +45,7 @@ WAYS = ("id", "call", "channel", "http", "deadline")
 BOUND_S = 120.0
 SETTLE_S = 20.0
 POLL_S = 0.005
+STALL_TICK_S = 0.02
 FREE_MS = 250.0
 CHUNK = SchedulerConfig().max_num_batched_tokens
 VOCABULARY = range(100, 500)
@@ -92,6 +93,15 @@ class Storm:
     """Requests that had ended before, by how."""
     chunk_ms: list[float] = field(default_factory=list)
     wrong: int = 0
+    stall_ms: float = 0.0
+    """For which this process did not run, at worst: what it measures is off by so much."""
+
+    async def watch_own_stalls(self) -> None:
+        """Until cancelled."""
+        while True:
+            slept = time.perf_counter()
+            await asyncio.sleep(STALL_TICK_S)
+            self.stall_ms = max(self.stall_ms, (time.perf_counter() - slept - STALL_TICK_S) * 1000)
 
 
 class StormRequest:
@@ -268,11 +278,13 @@ async def measure(system: System, load: Load, report: Report, oracle: Mapping[Pr
     for prompt in control_prompts(-1):  # the first steps of a process are no measure of it
         await system.client.generate(prompt_token_ids=prompt, max_tokens=CONTROL_OUTPUT, ignore_eos=True)
     storm = Storm()
+    watch = asyncio.create_task(storm.watch_own_stalls())
     for number in range(load.waves):
         await wave(system, number, load, storm, oracle)
         status = await settle(system)
         rates = [worker.prefill_tokens_per_s for worker in status.workers if worker.role == "prefill"]
         storm.chunk_ms += [CHUNK / rate * 1000 for rate in rates if rate]
+    watch.cancel()
     summarize(storm, system.log, report)
     report.figures["leaked_blocks"] = leaked_blocks(status)
     report.figures["survivors"] = survivors(system, status)
@@ -300,10 +312,11 @@ def summarize(storm: Storm, log: RequestLog, report: Report) -> None:
         Goal("survivors", "==", 0),
         Goal("control_wrong", "==", 0),
     )
+    report.notes.append(f"this process stood still for {storm.stall_ms:.0f} ms at worst")
     report.notes.append(f"chunk_ms: {CHUNK} tokens at the rate that the prefill worker measured in the storm")
     report.notes.append(
-        f"step_ms: of the decode worker, decoding and a chunk together: {median_spread(log.step_ms)}; nothing is "
-        "cancelled within a step"
+        f"step_ms: of the decode worker, decoding and a chunk together: {median_spread(log.step_ms)}; a step is broken "
+        "off where that pays for the rest of its batch"
     )
     for stage in Stage:
         _note(report, stage.name.lower(), [freed[one.request_id] for one in held if one.stage is stage])
@@ -373,10 +386,12 @@ def run(folder: Path, load: Load, report: Report) -> None:
 @click.command(help="Requests cancelled at random points: when all of them is free, and what is left.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
 @click.option("--quick", is_flag=True, help="60 short requests.")
+@click.option("--requests", type=click.IntRange(min=100), default=1000, show_default=True, help="In waves of 100.")
 @click.option("--model", default="smollm2-135m", show_default=True)
-def main(as_json: bool, quick: bool, model: str) -> None:
+def main(as_json: bool, quick: bool, requests: int, model: str) -> None:
     report = Report("cancel")
-    run(resolve_model(model, default_model_dir()), QUICK if quick else Load(), report)
+    load = QUICK if quick else Load(waves=requests // Load().per_wave)
+    run(resolve_model(model, default_model_dir()), load, report)
     report.print(as_json)
 
 

@@ -368,7 +368,7 @@ class DecodeWorker:
             engine.cancel(record.key, busy)
             self._core.notify(self._forgotten, record)
 
-        self._core.post(forget)
+        self._core.post_cancel(record.key, forget)
 
     def _forgotten(self, record: Stream) -> None:
         record.forgotten = True

@@ -11,6 +11,8 @@ from engine.request import Request
 if TYPE_CHECKING:
     import torch  # so that the scheduler, and a simulation of it, run without
 
+    from engine.interruption import PassControl
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
@@ -75,3 +77,5 @@ class ForwardBatch:
     """S: blocks that hold each sequence's context, in order; at least `ceil(context_len / block_size)`."""
     sample_rows: list[int]
     """Rows of T whose logits are wanted, ascending."""
+    control: PassControl | None = None
+    """Looked at before each layer by a model that can stop there."""

@@ -25,6 +25,7 @@ from engine.config import CacheConfig, SchedulerConfig
 from engine.engine_stats import EngineStats
 from engine.errors import InternalError, RequestError
 from engine.host_tier import HostStats
+from engine.interruption import PassStopped
 from engine.kv_cache import KvCache
 from engine.lending import LendingBlockManager
 from engine.model.decoder import Model
@@ -33,7 +34,7 @@ from engine.parallel_sampling import common_prefix
 from engine.pool_manager import host_tier, pool_manager
 from engine.prompt_logprobs import prompt_logprobs
 from engine.request import Request, RequestKind, RequestStatus
-from engine.sampler import SampledToken, SampleRow, TokenLogprobs, sample
+from engine.sampler import SampledToken, TokenLogprobs, sample, sample_row
 from engine.scheduler import Scheduler
 from engine.step_output import RequestUpdate, StepOutput
 from engine.step_rates import StepRates
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Single-threaded. Every method but the constructor belongs to the engine thread.
+    """Single-threaded. Every method but the constructor and `doom` belongs to the engine thread.
 
     Calls that name a request which is not live (any more) change nothing and are counted: messages cross.
     """
@@ -79,7 +80,7 @@ class Engine:
         self._num_unknown_ids = 0
 
     def step(self) -> StepOutput:
-        """Schedule, compute, draw, apply. Does nothing if no request can get ahead (see `has_work`).
+        """Schedule, compute, draw, apply. Computes nothing if no request can get ahead, or `doom` broke it off.
 
         A fault of model or sampler fails the requests of this batch, and no others; logits that no token can be drawn
         from fail the one request that they are for.
@@ -96,7 +97,9 @@ class Engine:
             told = prompt_logprobs(batch, logits)
             if len(draws) != len(logits):
                 logits = logits[[row for row, _ in draws]]
-            tokens = sample(logits, [self._sample_row(request) for _, request in draws])
+            tokens = sample(logits, [sample_row(request, self._config.eos_token_ids) for _, request in draws])
+        except PassStopped:
+            return StepOutput()
         except Exception as error:  # noqa: BLE001
             # edge: a model may raise anything, and it must cost its own batch only
             _log.exception("a step with %d requests failed", len(batch.sequences))
@@ -215,9 +218,14 @@ class Engine:
         `busy_slots`: those of its blocks that a link may still write or read. They go to quarantine, and each needs
         one `quiet`, called after this.
         """
+        self._runner.cancels.forget(request_id)
         if request := self._find(request_id):
             self._reserving.pop(request_id, None)
             self._scheduler.finish(request, busy_slots)
+
+    def doom(self, request_id: str) -> None:
+        """From any thread, before `cancel` is posted: the step that runs is broken off if that pays for the others."""
+        self._runner.cancels.doom(request_id)
 
     def quiet(self, slots: Iterable[int]) -> None:
         """No link touches these slots for one cancelled request any more. Slots that are not busy are ignored."""
@@ -311,13 +319,6 @@ class Engine:
             waited = self._clock() - since
             granted(Reservation(request.request_id, grant.cached_tokens, grant.missing, waited))
 
-    def _sample_row(self, request: Request) -> SampleRow:
-        params, tokens, num_prompt = request.params, request.token_ids, request.num_prompt_tokens
-        banned = request.banned_token_ids(self._config.eos_token_ids)
-        if not params.penalizes:
-            return SampleRow(params, len(tokens), banned)
-        return SampleRow(params, len(tokens), banned, tokens[:num_prompt], tokens[num_prompt:])
-
     def _apply(
         self,
         batch: ScheduledBatch,
@@ -389,9 +390,8 @@ class Engine:
     def _check_tokens(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
             if not 0 <= token_id < self._config.vocab_size:
-                raise RequestError(
-                    "prompt_token_ids", f"each must be in [0, {self._config.vocab_size}), got {token_id}"
-                )
+                limit = self._config.vocab_size
+                raise RequestError("prompt_token_ids", f"each must be in [0, {limit}), got {token_id}")
 
     def _find(self, request_id: str) -> Request | None:
         request = self._scheduler.get(request_id)

@@ -7,6 +7,7 @@ import torch
 from engine.batch import ForwardBatch, ScheduledBatch
 from engine.config import CacheConfig
 from engine.errors import InternalError
+from engine.interruption import CancelWatch, PassControl
 from engine.kv_cache import KvCache
 from engine.model.decoder import Model
 
@@ -17,16 +18,17 @@ class ModelRunner:
     def __init__(self, model: Model, kv: KvCache) -> None:
         self._model = model
         self._kv = kv
+        self.cancels = CancelWatch(model.config.num_layers, all_or_none=kv.layout.quantized)
 
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute the batch's tokens and store their KV.
 
         Returns logits [n, vocab] float32, one row for each position that a sequence wants them of, in the order of the
-        batch. Whatever the model raises goes through; the KV of the batch's tokens is then undefined, all other KV is
-        untouched.
+        batch. Whatever the model raises goes through, `PassStopped` among it; the KV of the batch's tokens is then
+        undefined, all other KV is untouched.
         """
-        with torch.inference_mode():
-            forward_batch = to_forward_batch(batch)
+        with torch.inference_mode(), self.cancels.watching(batch) as control:
+            forward_batch = to_forward_batch(batch, control)
             logits = self._model.forward(forward_batch, self._kv)
         expected = (len(forward_batch.sample_rows), self._model.config.vocab_size)
         if logits.shape != expected:
@@ -34,7 +36,7 @@ class ModelRunner:
         return logits
 
 
-def to_forward_batch(batch: ScheduledBatch) -> ForwardBatch:
+def to_forward_batch(batch: ScheduledBatch, control: PassControl | None = None) -> ForwardBatch:
     """The tokens of all sequences, one sequence after the other. Block tables are shared with the requests."""
     token_ids: list[int] = []
     positions: list[int] = []
@@ -56,6 +58,7 @@ def to_forward_batch(batch: ScheduledBatch) -> ForwardBatch:
         context_lens=context_lens,
         block_tables=[sequence.request.block_table for sequence in batch.sequences],
         sample_rows=sample_rows,
+        control=control,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from engine.errors import InternalError
 from engine.philox import philox4x32
+from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 _HEAD = 1024
@@ -36,6 +37,15 @@ class SampleRow:
         """Whether the token is that of the largest logit, and nothing else matters."""
         params = self.params
         return params.greedy and not (params.penalizes or params.logit_bias)
+
+
+def sample_row(request: Request, eos_token_ids: tuple[int, ...]) -> SampleRow:
+    """For the next token of `request`."""
+    params, tokens, num_prompt = request.params, request.token_ids, request.num_prompt_tokens
+    banned = request.banned_token_ids(eos_token_ids)
+    if not params.penalizes:
+        return SampleRow(params, len(tokens), banned)
+    return SampleRow(params, len(tokens), banned, tokens[:num_prompt], tokens[num_prompt:])
 
 
 @dataclass(frozen=True, slots=True)

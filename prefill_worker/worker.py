@@ -12,9 +12,9 @@ Life cycle of a request on this side:
 5. *Ended.* The blocks are given back (and stay cached); `Ended` says that nothing is left.
 
 Cancel, the end of the session, the deadline and an engine error lead from everywhere to the same exit: computing stops
-before the next step, the transfer is aborted, and no block is reused until the sender says that nobody reads it. A
-failed transfer does not stop the computing: the first token is still wanted, and the decode worker computes what it
-lacks.
+before the next step, sooner where that pays; the transfer is aborted, and no block is reused until the sender says that
+nobody reads it. A failed transfer does not stop the computing: the first token is still wanted, and the decode worker
+computes what it lacks.
 
 Records belong to the event loop, shipments (`computing`) to the engine thread; the sender's threads only call back.
 """
@@ -260,7 +260,7 @@ class PrefillWorker:
             return
         record.stopping = True
         record.error = error
-        self._core.post(lambda engine: self._computer.cancel(engine, record.key))
+        self._core.post_cancel(record.key, lambda engine: self._computer.cancel(engine, record.key))
         if record.sending:
             self._sender.abort(record.key)
         self._end_if_over(record)

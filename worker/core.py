@@ -153,6 +153,11 @@ class WorkerCore(Generic[T]):
         """Run `operation` on the engine thread before its next step; dropped once that thread has stopped."""
         self._threads.post(operation)
 
+    def post_cancel(self, key: str, operation: Callable[[Engine], None]) -> None:
+        """`post` of what cancels a request: the engine's step need not come to its end for the sake of this one."""
+        self.parts.engine.doom(key)
+        self.post(operation)
+
     def call_later(self, delay_s: float, callback: Callable[[*Ts], None], *args: *Ts) -> Timer:
         """Run `callback` on the event loop after `delay_s`, with or without traffic."""
         return self._threads.call_later(delay_s, callback, *args)

@@ -29,7 +29,9 @@ class Model(Protocol):
     config: ModelConfig
 
     def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
-        """Write the KV of the batch's tokens, and return the logits of `batch.sample_rows`: [rows, vocab] float32."""
+        """Write the KV of the batch's tokens, and return the logits of `batch.sample_rows`: [rows, vocab] float32.
+
+        May raise `PassStopped` between two layers, once `batch.control` says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,8 @@ class DecoderModel:
         if self.config.scale_embedding:
             hidden *= self._embedding_scale
         for i, layer in enumerate(self._weights.layers):
+            if batch.control is not None:
+                batch.control.enter(i)
             hidden += self._normed(self._attention(i, layer, hidden, step, kv), layer.post_attention_norm)
             hidden += self._normed(self._mlp(layer, hidden), layer.post_mlp_norm)
         rows = hidden[torch.tensor(batch.sample_rows, dtype=torch.int64)]

@@ -16,6 +16,7 @@ import torch
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.errors import InternalError
+from engine.interruption import PassStopped
 from engine.kv_cache import KvCache
 from engine.model.decoder import embedding_scale, soft_cap
 from engine.model.layers import inverse_frequencies, local_frequencies
@@ -106,8 +107,10 @@ class NativeModel:
             sample_rows=sample_rows.ctypes.data,
             rotations=(self._rotations[0].data_ptr(), self._rotations[1].data_ptr()),
             pool=kv.address,
+            control=None if batch.control is None else ctypes.addressof(batch.control),
         )
-        self._decoder.forward(self._model, parts, self._scratch, logits.data_ptr(), self._num_threads)
+        if not self._decoder.forward(self._model, parts, self._scratch, logits.data_ptr(), self._num_threads):
+            raise PassStopped
         return soft_cap(logits[:, : self.config.vocab_size], self.config.final_soft_cap)
 
     def _table(self, batch: ForwardBatch, s: int, block_size: int) -> list[int]:

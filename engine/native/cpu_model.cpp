@@ -39,6 +39,11 @@ struct AttentionShape {
   int32_t num_queries, context_len, num_layers, layer, num_heads, num_kv_heads, block_size, head_dim, window;
 };
 
+// Of one pass. Others write `stop` while it runs, and read `layers_done`.
+struct Control {
+  int32_t stop, layers_done;
+};
+
 struct Batch {
   int32_t num_tokens, num_sequences, num_samples, block_size;
   const int64_t *token_ids, *positions;                         // [num_tokens]
@@ -47,6 +52,7 @@ struct Batch {
   const int32_t *sample_rows;                                   // [num_samples]
   const float *rotations[2];                                    // [positions][head_dim]: cosines, then sines
   bf16 *pool;                                                   // [blocks][layers][2][kv_heads][block_size][head_dim]
+  Control *control;                                             // may be null
 };
 }
 
@@ -135,10 +141,15 @@ class Pass {
     gate_up_stride = padded(2 * m.intermediate);
   }
 
+  bool stopped = false;  // between two layers: there are no logits
+
   // By every thread of the team.
   void run(float *logits) {
     each(b.num_tokens, [&](int t) { embed(m, b.token_ids[t], hidden(t)); });
-    for (int l = 0; l < m.num_layers; l++) layer(l, m.layers[l]);
+    for (int l = 0; l < m.num_layers; l++) {
+      if (thread() == 0 && b.control) look(*b.control, l);
+      if (!layer(l, m.layers[l])) return;
+    }
     each(b.num_samples, [&](int i) {
       rms_norm(m, hidden(b.sample_rows[i]), m.final_norm, &s.normed[size_t(i) * m.hidden]);
     });
@@ -155,9 +166,17 @@ class Pass {
 
   float *product(int token) { return &s.product[size_t(token) * padded(m.hidden)]; }
 
-  void layer(int l, const Layer &w) {
+  void look(Control &control, int l) {
+    __atomic_store_n(&control.layers_done, l, __ATOMIC_RELAXED);
+    stopped = __atomic_load_n(&control.stop, __ATOMIC_RELAXED) != 0;
+  }
+
+  // False: stopped before it. All threads see the same: they read behind a barrier what one wrote before it, and the
+  // next write comes behind further barriers.
+  bool layer(int l, const Layer &w) {
     const int T = b.num_tokens;
     each(T, [&](int t) { rms_norm(m, hidden(t), w.input_norm, &s.normed[size_t(t) * m.hidden]); });
+    if (stopped) return false;
     multiply(w.qkv, s.normed.data(), s.product.data(), T, m.hidden, heads_size + 2 * kv_size);
     store_kv(l, w);
     attention(l, w.window);
@@ -170,6 +189,7 @@ class Pass {
     each(T, [&](int t) { gate(m, &s.product[size_t(t) * gate_up_stride], &s.mixed[size_t(t) * m.intermediate]); });
     multiply(w.down, s.mixed.data(), s.product.data(), T, m.intermediate, m.hidden);
     each(T, [&](int t) { add(m, hidden(t), product(t), w.post_mlp_norm); });
+    return true;
   }
 
   void store_kv(int l, const Layer &w) {
@@ -323,12 +343,13 @@ void *kv_scratch_new() { return new Scratch(); }
 
 void kv_scratch_delete(void *scratch) { delete static_cast<Scratch *>(scratch); }
 
-// logits: [num_samples][vocab, rounded up to 32].
-void kv_forward(const Model *model, const Batch *batch, void *scratch, float *logits, int32_t num_threads) {
+// logits: [num_samples][vocab, rounded up to 32]. 0: the control said stop.
+int32_t kv_forward(const Model *model, const Batch *batch, void *scratch, float *logits, int32_t num_threads) {
   Scratch &s = *static_cast<Scratch *>(scratch);
   prepare(*model, *batch, s, num_threads);
   Pass pass(*model, *batch, s);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   pass.run(logits);
+  return !pass.stopped;
 }
 }

@@ -71,6 +71,7 @@ class BatchParts(ctypes.Structure):
         ("sample_rows", c_void_p),
         ("rotations", c_void_p * 2),
         ("pool", c_void_p),
+        ("control", c_void_p),
     ]
 
 
@@ -101,7 +102,7 @@ class NativeDecoder:
         _declare(library, "kv_attention", *[c_void_p] * 5, c_float)
         _declare(library, "kv_scratch_new", result=c_void_p)
         _declare(library, "kv_scratch_delete", c_void_p)
-        _declare(library, "kv_forward", c_void_p, c_void_p, c_void_p, c_void_p, c_int32)
+        _declare(library, "kv_forward", c_void_p, c_void_p, c_void_p, c_void_p, c_int32, result=c_int32)
 
     @property
     def name(self) -> str:
@@ -121,9 +122,13 @@ class NativeDecoder:
     def delete_scratch(self, scratch: int) -> None:
         self._library.kv_scratch_delete(scratch)
 
-    def forward(self, model: ModelParts, batch: BatchParts, scratch: int, logits: int, num_threads: int) -> None:
-        """Without the GIL. `logits`: [num_samples][vocab rounded up to whole tiles] float32."""
-        self._library.kv_forward(ctypes.byref(model), ctypes.byref(batch), scratch, logits, num_threads)
+    def forward(self, model: ModelParts, batch: BatchParts, scratch: int, logits: int, num_threads: int) -> bool:
+        """Without the GIL. `logits`: [num_samples][vocab rounded up to whole tiles] float32.
+
+        False, and no logits, if `batch.control` said so before the last layer.
+        """
+        done: int = self._library.kv_forward(ctypes.byref(model), ctypes.byref(batch), scratch, logits, num_threads)
+        return done != 0
 
     def linear(self, packed: int, x: int, y: int, rows: int, columns: int, outputs: int) -> None:
         """One product of a pass, alone: y [rows][outputs rounded up] float32 = x [rows][columns] W^T."""

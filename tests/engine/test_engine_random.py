@@ -11,6 +11,7 @@ from factories import EngineHarness, HarnessFactory, kv_of, make_request
 from fakes import expected_output
 
 from engine.errors import PinLimit, RequestError
+from engine.interruption import PassStopped
 from engine.request import Request, RequestKind, RequestStatus
 
 NUM_BLOCKS = 14
@@ -41,6 +42,8 @@ class Chaos:
                 self.arrive()
             self.one_thing_happens()
             self.operators_do_something()
+            if self.dice.random() < 0.05:
+                self.harness.model.fault = PassStopped()
             self.harness.step()
             self.links_touch_memory()
 

@@ -9,6 +9,7 @@ import torch
 from fakes import FakeModel
 
 from engine.batch import ForwardBatch
+from engine.interruption import PassControl
 from engine.kv_cache import KvCache
 
 BOUND_S = 30.0
@@ -24,6 +25,8 @@ class PausingModel(FakeModel):
         self._go_on = threading.Event()
         self._paused: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.control: PassControl | None = None
+        """Of the last forward. This model does not look at it."""
 
     def pause_at(self, num_forwards: int) -> None:
         """Pause once `num_forwards` more were done. On the event loop."""
@@ -40,6 +43,7 @@ class PausingModel(FakeModel):
         self._go_on.set()
 
     def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
+        self.control = batch.control
         if self.num_forwards == self._pauses_at and self._loop is not None and self._paused is not None:
             self._pauses_at = None
             self._loop.call_soon_threadsafe(self._paused.set)

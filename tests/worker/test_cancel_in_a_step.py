@@ -68,8 +68,11 @@ async def test_a_prompt_gets_no_second_chunk(prefill: PrefillWorker, model: Paus
     await router.send(prefill=prompt("computed"))
     await model.paused()
     await router.send(prefill=prompt("waiting"))
+    assert model.control is not None
+    assert not model.control.stop
     for request_id in ("computed", "waiting"):
         await router.cancel(request_id)
+    assert model.control.stop
     model.go_on()
 
     assert await ended(router, 2) == {"computed", "waiting"}
@@ -118,6 +121,8 @@ async def test_a_stream_draws_no_further_token(decode: DecodeWorker, model: Paus
     await router.expect("reserved")
     await router.tokens(3)
     await router.cancel("a")
+    assert model.control is not None
+    assert model.control.stop
     model.go_on()
 
     assert await ended(router, 1) == {"a"}

@@ -12,11 +12,12 @@ import pytest
 import torch
 from dense_reference import dense_logits
 from families import FAMILIES, load_family
-from tiny_llama import TINY, PagedRunner, Tensors, model_of, random_tensors, weights_of, with_heads
+from tiny_llama import TINY, PagedRunner, Tensors, fill_with_nan, model_of, random_tensors, weights_of, with_heads
 
 from engine.batch import ForwardBatch
 from engine.config import LocalLayers, ModelConfig, RopeScaling
 from engine.errors import InternalError
+from engine.interruption import PassControl, PassStopped
 from engine.model.native_decoder import NativeModel, obstacle
 from engine.model.packed_weights import pack
 from engine.model.registry import load_model
@@ -172,6 +173,30 @@ def test_chunks_and_neighbours_change_no_bit(block_size: int, decoder: NativeDec
 def test_a_block_size_that_is_no_power_of_two_is_refused(decoder: NativeDecoder) -> None:
     with pytest.raises(InternalError, match="block_size 6 is no power of two"):
         runner(TINY, decoder, block_size=6).forward({"a": [1, 2]})
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_pass_that_is_told_to_stop_writes_no_layer(num_threads: int, decoder: NativeDecoder) -> None:
+    run = runner(TINY, decoder, num_threads=num_threads)
+    control = PassControl()
+    batch = ForwardBatch(
+        token_ids=torch.tensor([1, 2]),
+        positions=torch.tensor([0, 1]),
+        query_starts=[0, 2],
+        context_lens=[2],
+        block_tables=[[3]],
+        sample_rows=[1],
+        control=control,
+    )
+    run.model.forward(batch, run.kv)
+    assert control.layers_done == TINY.num_layers - 1
+
+    fill_with_nan(run.kv)
+    control.stop = 1
+    with pytest.raises(PassStopped):
+        run.model.forward(batch, run.kv)
+    assert control.layers_done == 0
+    assert run.kv.pool.isnan().all()
 
 
 def test_threads_change_no_bit(decoder: NativeDecoder) -> None:

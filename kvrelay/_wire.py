@@ -20,6 +20,11 @@ SESSION_TOKEN_KEY = "kvrelay-session-token"
 
 MAX_U32 = 2**32 - 1
 
+SAMPLING_FIELDS: tuple[str, ...] = tuple(field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields)
+"""What a worker of this version acts upon, as it says in its welcome."""
+FIRST_SAMPLING_FIELDS = frozenset(SAMPLING_FIELDS[: SAMPLING_FIELDS.index("ignore_eos") + 1])
+"""What any worker acts upon. An older one would ignore the others, and draw other tokens than were asked for."""
+
 _OPTIONAL_SAMPLING_FIELDS = (
     "temperature",
     "top_k",
@@ -33,6 +38,8 @@ _OPTIONAL_SAMPLING_FIELDS = (
     "presence_penalty",
     "frequency_penalty",
 )
+
+_DEFAULTS = SamplingParams()
 
 _FINISH_REASONS = {
     "stop": common_pb2.FINISH_REASON_STOP,
@@ -71,6 +78,12 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         frequency_penalty=params.frequency_penalty,
         logit_bias=dict(params.logit_bias),
     )
+
+
+def later_fields(params: SamplingParams) -> frozenset[str]:
+    """The fields that `params` uses and that an older worker may not know."""
+    names = (name for name in SAMPLING_FIELDS if name not in FIRST_SAMPLING_FIELDS)
+    return frozenset(name for name in names if getattr(params, name) != getattr(_DEFAULTS, name))
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:

@@ -236,7 +236,8 @@ class Dispatcher:
         return longest if self._registry.was_ready_lately() else min(longest, self._config.cold_wait_s)
 
     def _check_fits(self, request: GenerationRequest) -> None:
-        """Refuse what no ready worker can ever hold."""
+        """Refuse what no ready worker can ever hold, or would do as it is asked for."""
+        self._registry.ignorant_of(request.later_fields)
         worker = self._registry.roomiest()
         if worker is None or worker.max_request_tokens >= self._model.max_model_len:
             return

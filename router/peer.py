@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.errors import ConfigError, HandshakeRefused
 from engine.kv_layout import KvLayout, compatible
-from kvrelay._wire import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
+from kvrelay._wire import FIRST_SAMPLING_FIELDS, MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from kvrelay.v1 import worker_pb2
 from router.snapshot import DECODE, PREFILL
 
@@ -34,6 +34,8 @@ class Peer:
     """Of its KV links; empty if it did not say."""
     prewarm: worker_pb2.Prewarm | None = None
     """Of a decode worker: what prefill workers may be told of it."""
+    sampling_fields: frozenset[str] = FIRST_SAMPLING_FIELDS
+    """Fields of sampling that it acts upon; what else is asked of it, it would silently not do."""
 
     @classmethod
     def from_welcome(cls, welcome: worker_pb2.Welcome, address: str) -> Peer:
@@ -62,6 +64,7 @@ class Peer:
             layout=_layout(welcome),
             transports=tuple(welcome.kv_transports),
             prewarm=_prewarm(welcome) if welcome.role == DECODE else None,
+            sampling_fields=frozenset(welcome.sampling_fields) or FIRST_SAMPLING_FIELDS,
         )
 
 

@@ -41,7 +41,7 @@ class Placer:
 
     def place(self, request: GenerationRequest, token_ids: bytes, exclude: Collection[str]) -> Placed | None:
         """Where `request` should run, with the tokens that it has so far; None if no ready decode worker outside
-        `exclude` takes it."""
+        `exclude` takes it. Raises as `Registry.ignorant_of`."""
         workers = self._registry.snapshots()
         if not workers:
             return None
@@ -49,6 +49,8 @@ class Placer:
         block_size = workers[0].block_size
         keys = RoutingKeys(seed, request.scope, token_ids, block_size, request.num_public_tokens)
         num_tokens = len(token_ids) // TOKEN_BYTES
+        if ignorant := self._registry.ignorant_of(request.later_fields):
+            exclude = ignorant.union(exclude)
         self._fleet.refresh(workers)
         placement = self._fleet.place(
             PlacementRequest(

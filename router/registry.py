@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from engine.errors import RequestError
 from kvrelay.v1 import worker_pb2
 from router.config import RouterConfig
 from router.peer import Peer, check_peer
@@ -130,6 +131,20 @@ class Registry:
     def snapshots(self) -> list[WorkerSnapshot]:
         """All ready workers that take new requests."""
         return [session.snapshot() for session in self._open_sessions()]
+
+    def ignorant_of(self, fields: frozenset[str]) -> frozenset[str]:
+        """Ids of the ready workers that would ignore one of these fields of sampling.
+
+        Raises `RequestError` if that is every decode worker, of one or more.
+        """
+        if not fields:
+            return fields
+        peers = [session.peer for session in self._open_sessions()]
+        decode = [peer.sampling_fields for peer in peers if peer.role == DECODE]
+        if decode and not any(fields <= known for known in decode):
+            unknown = min(fields - decode[0])
+            raise RequestError(unknown, f"is not known to any of the {len(decode)} decode workers, of older versions")
+        return frozenset(peer.worker_id for peer in peers if not fields <= peer.sampling_fields)
 
     def is_ready(self) -> bool:
         """Whether requests can be served: prefill workers help, decode workers are needed."""

@@ -31,6 +31,8 @@ class GenerationRequest:
     """A smaller number goes first."""
     num_public_tokens: int = 0
     """Leading tokens of the prompt that are declared public."""
+    later_fields: frozenset[str] = frozenset()
+    """Fields of `params` that are used and that not every worker may know."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -12,7 +12,7 @@ from engine.block_hash import TOKEN_BYTES, pack_tokens, unpack_tokens
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import ChatMessage, Tokenizer
-from kvrelay._wire import sampling_from_proto, sampling_to_proto
+from kvrelay._wire import later_fields, sampling_from_proto, sampling_to_proto
 from kvrelay.v1 import router_pb2
 from router.request import GenerationRequest
 from router.served_model import ServedModel
@@ -97,6 +97,7 @@ def complete(
         scope=scope,
         priority=priority,
         num_public_tokens=model.public_prefixes.num_leading(prompt),
+        later_fields=later_fields(params),
     )
     check_length(request, model.max_model_len)
     return request

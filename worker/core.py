@@ -18,7 +18,7 @@ from engine.block_events import Cleared, EventBatch, Snapshot
 from engine.engine import Engine, StepOutput
 from engine.errors import DeadlineExceeded, Draining, EngineError, InternalError
 from engine.step_loop import StepLoop
-from kvrelay._wire import PROTOCOL_VERSION
+from kvrelay._wire import PROTOCOL_VERSION, SAMPLING_FIELDS
 from kvrelay.v1 import worker_pb2
 from worker.block_feed import BlockFeed
 from worker.config import WorkerConfig
@@ -114,6 +114,7 @@ class WorkerCore(Generic[T]):
             layout=layout_to_proto(self.parts.kv.layout),
             kv_transports=self.config.kv_transports,
             kernels=self.parts.kernels,
+            sampling_fields=SAMPLING_FIELDS,
         )
 
     async def load(self) -> worker_pb2.Load:

@@ -223,6 +223,7 @@ class Welcome(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     KV_TRANSPORTS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELDS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
@@ -254,6 +255,10 @@ class Welcome(_message.Message):
     def kv_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Of its links. A pair needs one in common."""
 
+    @_builtins.property
+    def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the fields of SamplingParams that it acts upon. Empty: those up to ignore_eos."""
+
     def __init__(
         self,
         *,
@@ -273,10 +278,11 @@ class Welcome(_message.Message):
         layout: Global___KvLayout | None = ...,
         kernels: _builtins.str = ...,
         kv_transports: _abc.Iterable[_builtins.str] | None = ...,
+        sampling_fields: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kernels", b"kernels", "kv_transports", b"kv_transports", "layout", b"layout", "link_endpoint", b"link_endpoint", "max_model_len", b"max_model_len", "model", b"model", "native", b"native", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "tells_blocks", b"tells_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kernels", b"kernels", "kv_transports", b"kv_transports", "layout", b"layout", "link_endpoint", b"link_endpoint", "max_model_len", b"max_model_len", "model", b"model", "native", b"native", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "sampling_fields", b"sampling_fields", "tells_blocks", b"tells_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

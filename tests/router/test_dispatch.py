@@ -12,6 +12,7 @@ from engine.errors import (
     RequestCancelled,
     RequestError,
 )
+from kvrelay._wire import SAMPLING_FIELDS
 from kvrelay.v1 import common_pb2
 
 PROMPT = b"hello world"
@@ -207,6 +208,24 @@ async def test_a_request_larger_than_every_pool_is_refused(fleet: Fleet) -> None
     assert error.field == "max_tokens"
     assert "may be 17 tokens; got 11 + 7 (the KV pool of d0 holds 16 tokens)" in str(error)
     await fleet.call(PROMPT, sampling={"max_tokens": 6}).done()
+
+
+async def test_a_worker_that_would_ignore_a_field_of_the_request_is_not_asked(fleet: Fleet) -> None:
+    older = [FakeWorker(role, f"{role}-old", sampling_fields=()) for role in ("prefill", "decode")]
+    await fleet.start([*older, FakeWorker("decode", "d1")], local_prefill_max_tokens=0)
+    for _ in range(3):
+        finished = await fleet.call(sampling={"min_p": 0.5}).done()
+        assert (finished.route.prefill_worker, finished.route.decode_worker) == ("", "d1")
+    assert (await fleet.call(b"another prompt", sampling={"min_p": 0.0}).done()).route.prefill_worker == "prefill-old"
+
+
+async def test_a_field_that_no_decode_worker_acts_upon_is_refused_by_name(fleet: Fleet) -> None:
+    known = [name for name in SAMPLING_FIELDS if name != "logit_bias"]
+    await fleet.start([FakeWorker("decode", "d0", sampling_fields=known)])
+    error = await fleet.call(sampling={"logit_bias": {3: 1.0}, "min_p": 0.5}).error()
+    assert isinstance(error, RequestError)
+    assert error.field == "logit_bias"
+    await fleet.call(sampling={"min_p": 0.5}).done()
 
 
 STAGES = ["reserve", "prefill", "start", "handed_over", ("output", 3)]

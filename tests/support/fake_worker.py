@@ -16,6 +16,7 @@ import grpc
 
 from engine.block_hash import pack_tokens, unpack_tokens
 from engine.errors import EngineError
+from kvrelay._wire import SAMPLING_FIELDS
 from kvrelay.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 FINGERPRINT = b"\x17" * 32
@@ -80,6 +81,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             "num_blocks": 64,
             "max_model_len": 200,
             "pid": 4711,
+            "sampling_fields": SAMPLING_FIELDS,
         }
         self.welcome = worker_pb2.Welcome(**fields | welcome)
         self.load = worker_pb2.Load(blocks_free=64)

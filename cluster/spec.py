@@ -132,6 +132,8 @@ class RouterSpec:
     """Deadline of a call that brings none."""
     api_keys: str = ""
     """File of tenants and digests of their keys. Default: nobody needs a key."""
+    audit_log: str = ""
+    """File to which each call of the Admin service is a line of JSON. Default: only in the router's log."""
     public_prefixes: str = ""
     """File of prompts' beginnings whose KV all tenants share. Default: none."""
     tls_cert: str = ""
@@ -158,6 +160,7 @@ class RouterSpec:
             max_live_requests=self.max_live_requests,
             default_timeout_s=self.default_timeout_s,
             api_keys=_absolute(self.api_keys),
+            audit_log=_absolute(self.audit_log),
             public_prefixes=_absolute(self.public_prefixes),
             tls_cert=_absolute(self.tls_cert),
             tls_key=_absolute(self.tls_key),

@@ -54,6 +54,7 @@ async def serve(config: RouterConfig, grace_s: float) -> None:
 @click.option("--port", type=int, default=0, show_default=True, help="For gRPC; 0 takes a free one.")
 @click.option("--http-port", type=int, default=None, help="For HTTP. Default: the one after --port, or a free one.")
 @click.option("--api-keys", default="", metavar="FILE", help="Tenants and digests of their keys. Default: no keys.")
+@click.option("--audit-log", default="", metavar="FILE", help="A line of JSON for each call of the Admin service.")
 @click.option("--public-prefixes", default="", metavar="FILE", help="Prompts' beginnings that all tenants share.")
 @click.option("--tls-cert", default="", metavar="FILE", help="Certificate chain, PEM: serve over TLS only.")
 @click.option("--tls-key", default="", metavar="FILE", help="Its private key, PEM.")

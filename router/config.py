@@ -27,6 +27,8 @@ class RouterConfig:
     """Shown to workers, those that have it serve nobody else."""
     api_keys: str = ""
     """File of tenants and digests of their keys (`router.tenants`); empty: nobody needs a key."""
+    audit_log: str = ""
+    """File to which each call of the Admin service is a line of JSON (`router.audit`); empty: there is none."""
     public_prefixes: str = ""
     """File of prompts' beginnings whose KV all tenants share (`router.public_prefixes`); the same for all routers of a
     cluster; empty: none."""

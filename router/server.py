@@ -12,7 +12,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from engine.errors import ConfigError, Draining
+from kvrelay._server import BoundedHealth, server_options
 from kvrelay.v1 import router_pb2, router_pb2_grpc
+from router.audit import AuditLog
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.front_door import FrontDoor
@@ -29,6 +31,8 @@ from router.tls import load_server_tls
 
 LAST_WORD_S = 1.0
 """For a client to take in that its request was ended by a stop."""
+CALLS_PER_REQUEST, MAX_OTHER_CALLS = 2, 64
+"""gRPC's own limit, of all calls together. So far above that of live requests that those are refused with a hint."""
 SERVICES = tuple(router_pb2.DESCRIPTOR.services_by_name[name] for name in ("Router", "Admin"))
 ROUTER_SERVICE, ADMIN_SERVICE = (service.full_name for service in SERVICES)
 
@@ -43,7 +47,7 @@ class RouterServer:
         """`model` is loaded from `config.model_path` by `start` unless it is given."""
         self._config = config
         self._model = model
-        self._health = health.aio.HealthServicer()
+        self._health = BoundedHealth()
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
         self.http_address = ""
@@ -51,6 +55,7 @@ class RouterServer:
         self._health_task: asyncio.Task[None] | None = None
         self._registry: Registry | None = None
         self._dispatcher: Dispatcher | None = None
+        self._audit = AuditLog()
 
     @property
     def registry(self) -> Registry:
@@ -70,6 +75,7 @@ class RouterServer:
         """
         tls = load_server_tls(self._config)
         tenants = load_tenants(self._config.api_keys)
+        audit = AuditLog(self._config.audit_log)
         model = self._model
         if model is None:
             config = self._config
@@ -83,10 +89,10 @@ class RouterServer:
         dispatcher = Dispatcher(self._config, model, registry)
         metrics = RouterMetrics(dispatcher.admission, registry, dispatcher.history)
         front = FrontDoor(self._config, tenants, dispatcher, metrics)
-        server = grpc.aio.server(interceptors=[RefuseMalformed(SERVICES)], options=self._options())
+        server = self._new_server()
         router_pb2_grpc.add_RouterServicer_to_server(RouterService(self._config, model, front), server)
         router_pb2_grpc.add_AdminServicer_to_server(
-            AdminService(self._config, _version(), registry, dispatcher, tenants), server
+            AdminService(self._config, _version(), registry, dispatcher, tenants, audit), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
@@ -104,6 +110,7 @@ class RouterServer:
             await server.stop(0)
             raise
         self._registry, self._dispatcher, self._server, self._http = registry, dispatcher, server, http
+        self._audit = audit
         registry.add_addresses(self._config.workers)
         await self._set_health(ready=False)
         self._health_task = asyncio.create_task(self._follow_readiness(), name="router health")
@@ -136,12 +143,22 @@ class RouterServer:
         await asyncio.gather(server.stop(end_s), self._http.stop(end_s))
         timer.cancel()
         self.dispatcher.close()
+        self._audit.close()
         await self.registry.close()
 
     def _http_port(self, grpc_port: int) -> int:
         if self._config.http_port is not None:
             return self._config.http_port
         return grpc_port + 1 if self._config.port else 0
+
+    def _new_server(self) -> grpc.aio.Server:
+        config = self._config
+        size = ("grpc.max_receive_message_length", config.max_request_bytes)
+        return grpc.aio.server(
+            interceptors=[RefuseMalformed(SERVICES)],
+            options=[*server_options(config.keepalive_s), size],
+            maximum_concurrent_rpcs=CALLS_PER_REQUEST * config.max_live_requests + MAX_OTHER_CALLS,
+        )
 
     async def _follow_readiness(self) -> None:
         ready = False
@@ -156,18 +173,6 @@ class RouterServer:
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", ROUTER_SERVICE):
             await self._health.set(service, status)
-
-    def _options(self) -> list[tuple[str, int]]:
-        keepalive_ms = round(self._config.keepalive_s * 1000)
-        return [
-            ("grpc.so_reuseport", 0),  # or a second router would share the port instead of being told that it is taken
-            ("grpc.max_receive_message_length", self._config.max_request_bytes),
-            ("grpc.keepalive_time_ms", keepalive_ms),
-            ("grpc.keepalive_timeout_ms", keepalive_ms),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-            ("grpc.http2.max_pings_without_data", 0),
-        ]
 
 
 def _version() -> str:

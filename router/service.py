@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
@@ -14,6 +14,7 @@ from engine.errors import EngineError
 from kvrelay._status import abort_arguments, status_of
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router import validate
+from router.audit import AuditLog
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.explain import TermError
@@ -28,7 +29,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 DEFAULT_RECENT = 20
-audit = logging.getLogger("kvrelay.audit")
+REQUEST_ID_KEY = "x-request-id"
+"""Metadata of a call of Admin, and of its answer: what the audit log names it by."""
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
@@ -100,9 +102,16 @@ class AdminService(router_pb2_grpc.AdminServicer):
     """Every method goes through `_audited`."""
 
     def __init__(
-        self, config: RouterConfig, version: str, registry: Registry, dispatcher: Dispatcher, tenants: Tenants
+        self,
+        config: RouterConfig,
+        version: str,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        tenants: Tenants,
+        audit: AuditLog,
     ) -> None:
         self._config = config
+        self._audit = audit
         self._tenants = tenants
         self._version = version
         self._registry = registry
@@ -115,8 +124,10 @@ class AdminService(router_pb2_grpc.AdminServicer):
     @asynccontextmanager
     async def _audited(self, what: str, context: _Context) -> AsyncIterator[None]:
         """The body runs for who may call Admin. Who asked for what, and how it ended, goes to the audit log."""
-        who, outcome = "unknown", "FAULT"
+        who, outcome, request_id = "unknown", "FAULT", ""
         try:
+            request_id = _request_id_of(context)
+            await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
             tenant = self._tenants.identify(authorization_of(context))
             who = tenant.name
             tenant.check_admin()
@@ -126,7 +137,9 @@ class AdminService(router_pb2_grpc.AdminServicer):
             outcome = status_of(error).name
             await abort(context, error, self._config.retry_after_s)
         finally:
-            audit.info("%s from %s: Admin.%s: %s", who, context.peer(), what, outcome)
+            self._audit.record(
+                request_id=request_id, identity=who, peer=context.peer(), call=f"Admin.{what}", result=outcome
+            )
 
     def _status(self) -> router_pb2.StatusResponse:
         history, now = self._dispatcher.history, asyncio.get_running_loop().time()
@@ -149,10 +162,21 @@ class AdminService(router_pb2_grpc.AdminServicer):
 
 
 def authorization_of(context: _Context) -> str | None:
+    return _metadata(context, "authorization")
+
+
+def _metadata(context: _Context, name: str) -> str | None:
     for key, value in context.invocation_metadata() or ():
-        if key == "authorization":
+        if key == name:
             return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
     return None
+
+
+def _request_id_of(context: _Context) -> str:
+    """The client's, or a new one."""
+    request_id = _metadata(context, REQUEST_ID_KEY) or uuid.uuid4().hex
+    validate.check_request_id(request_id)
+    return request_id
 
 
 async def abort(context: _Context, error: EngineError, retry_after_s: float) -> NoReturn:

@@ -12,13 +12,14 @@ import hmac
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.errors import ConfigError, EngineError, InternalError
+from kvrelay._server import MAX_WATCHES, BoundedHealth, server_options
 from kvrelay._wire import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, SESSION_TOKEN_KEY
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from worker.config import WorkerConfig
@@ -33,46 +34,9 @@ MAX_REQUEST_ID_CHARS = 256
 LAST_WORD_TIMEOUT_S = 5.0
 """For the ends of all sessions, at a stop."""
 
-HANDSHAKE_TIMEOUT_S = 5.0
-"""For a connection to begin with HTTP/2's preface and settings. gRPC's own would be 120 s."""
-IDLE_TIMEOUT_S = 60.0
-"""For a connection without a call. Channels connect again with their next one, unseen."""
-MAX_WATCHES = 16
-"""Of the health; at once."""
+KEEPALIVE_S = 5.0
 _SERVICE = "kvrelay.v1.Worker"
 _Context = grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
-
-
-def _options() -> list[tuple[str, int]]:
-    return [
-        ("grpc.so_reuseport", 0),  # or a second worker would share the port instead of being told that it is taken
-        # A router that vanished without closing its connection is noticed within 10 s, and its requests end.
-        ("grpc.keepalive_time_ms", 5_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        # Connections that say nothing hold a descriptor each: nobody keeps one for longer than this.
-        ("grpc.server_handshake_timeout_ms", round(1e3 * HANDSHAKE_TIMEOUT_S)),
-        ("grpc.max_connection_idle_ms", round(1e3 * IDLE_TIMEOUT_S)),
-    ]
-
-
-class _Health(health.aio.HealthServicer):  # type: ignore[misc]
-    """Whoever can connect may watch, so watches are few: else they would take the places of sessions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._watches = 0
-
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if self._watches >= MAX_WATCHES:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHES} watch the health already")
-        self._watches += 1
-        try:
-            await super().Watch(request, context)
-        finally:
-            self._watches -= 1
 
 
 class WorkerServer:
@@ -84,13 +48,13 @@ class WorkerServer:
         self._sessions: set[Session] = set()
         self._streams: set[asyncio.Task[None]] = set()
         """Each serves one session, until its last word is on its way."""
-        self._health = _Health()
+        self._health = BoundedHealth()
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> str:
         """Serve; returns the address. Raises `ConfigError` naming the port if it is taken; nothing stays open then."""
         most = 2 * self._config.max_sessions + MAX_WATCHES
-        server = grpc.aio.server(options=_options(), maximum_concurrent_rpcs=most)
+        server = grpc.aio.server(options=server_options(KEEPALIVE_S), maximum_concurrent_rpcs=most)
         worker_pb2_grpc.add_WorkerServicer_to_server(_Servicer(self), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         wanted = f"{self._config.host}:{self._config.port}"

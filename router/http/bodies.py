@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -29,6 +30,8 @@ MAX_CONTAINERS = 16 * 1024
 MAX_STRINGS = 64 * 1024
 """Names of fields too."""
 ENCODINGS = ("identity", "gzip", "deflate")
+PIECE_BYTES = 256 * 1024
+"""Of a compressed body, unpacked before others have a turn."""
 
 
 class BodyReader:
@@ -59,27 +62,29 @@ class BodyReader:
             raise RequestError("Content-Encoding", f"must be one of {', '.join(ENCODINGS)}, got {shortened(encoding)}")
         data = bytearray()
         try:
-            await self._receive(request, tenant, data, limit)
+            await self._receive(request, tenant, data, limit, encoding)
             yield await self._parse(bytes(data))
         finally:
             self._in_flight[tenant.name] -= len(data)
             if not self._in_flight[tenant.name]:
                 del self._in_flight[tenant.name]
 
-    async def _receive(self, request: web.Request, tenant: Tenant, data: bytearray, limit: int) -> None:
+    async def _receive(self, request: web.Request, tenant: Tenant, data: bytearray, limit: int, encoding: str) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                while chunk := await request.content.readany():
-                    if len(data) + len(chunk) > limit:
-                        raise web.HTTPRequestEntityTooLarge(limit, len(data) + len(chunk))
-                    self._check_room(tenant, len(chunk))
-                    self._in_flight[tenant.name] += len(chunk)
-                    data += chunk
+                async for piece in _pieces(request, encoding):
+                    if len(data) + len(piece) > limit:
+                        raise web.HTTPRequestEntityTooLarge(limit, len(data) + len(piece))
+                    self._check_room(tenant, len(piece))
+                    self._in_flight[tenant.name] += len(piece)
+                    data += piece
         except TimeoutError:
             raise DeadlineExceeded(f"the request's body did not arrive within {self._timeout_s:g} s") from None
         except web.RequestPayloadError:
             request.content.feed_eof()  # or aiohttp would read on behind our answer, and log the same error as a fault
-            raise RequestError("body", "is not encoded as its Content-Encoding or Transfer-Encoding says") from None
+            raise RequestError("body", _WRONGLY_ENCODED) from None
+        except zlib.error:
+            raise RequestError("body", _WRONGLY_ENCODED) from None
 
     def _check_room(self, tenant: Tenant, num_bytes: int) -> None:
         if self._in_flight.total() + num_bytes > self._max_total:
@@ -92,6 +97,33 @@ class BodyReader:
             return parse_object(data)
         async with self._parsing:
             return await asyncio.to_thread(_parse_large, data)
+
+
+_WRONGLY_ENCODED = "is not encoded as its Content-Encoding or Transfer-Encoding says"
+
+
+async def _pieces(request: web.Request, encoding: str) -> AsyncIterator[bytes]:
+    """Of the body, unpacked. Raises `zlib.error` for one that does not end where its encoding says."""
+    unpacker: zlib._Decompress | None = None
+    while packed := await request.content.readany():
+        if encoding == "identity":
+            yield packed
+            continue
+        unpacker = unpacker or zlib.decompressobj(_window_bits(encoding, packed[0]))
+        while packed:
+            yield unpacker.decompress(packed, PIECE_BYTES)
+            packed = unpacker.unconsumed_tail
+            if packed:
+                await asyncio.sleep(0)
+    if unpacker is not None and (unpacker.unused_data or not unpacker.eof):
+        raise zlib.error("incomplete, or followed by something else")
+
+
+def _window_bits(encoding: str, first: int) -> int:
+    """As `zlib` wants to be told of the format. Some send `deflate` without the header that it has by its name."""
+    if encoding == "gzip":
+        return 16 + zlib.MAX_WBITS
+    return zlib.MAX_WBITS if first & 0xF == zlib.DEFLATED else -zlib.MAX_WBITS
 
 
 def _parse_large(data: bytes) -> Fields:

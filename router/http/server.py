@@ -6,10 +6,12 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from engine.errors import ConfigError, EngineError, UnavailableError
+from engine.errors import ConfigError, EngineError, RequestError, UnavailableError
 from router.config import RouterConfig
 from router.http.errors import error_response, fault_response, http_error_response
 from router.http.refusal import Refusal
@@ -25,6 +27,26 @@ KEEPALIVE_S = 75.0
 """For the next request on a connection; aiohttp's own default is an hour."""
 MAX_HEADER_BYTES = 8190
 """Of each header and of the request line; there may be 128."""
+MAX_REFUSED = 64
+"""Connections beyond the limit that may wait to be told so."""
+_SERVER = "kvrelay"
+"""aiohttp's own would tell its version."""
+
+
+class Connection(web.RequestHandler):
+    """Answers what is no HTTP in the shape of every refusal. aiohttp would log a client's fault as one of ours."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        if not isinstance(exc, HttpProcessingError):
+            return super().handle_error(request, status, exc, message)
+        response = error_response(RequestError("request", f"is no HTTP that is served here: {exc.message}"), 0.0)
+        response.headers["Server"] = _SERVER
+        response.force_close()
+        return response
 
 
 class HttpServer:
@@ -40,19 +62,20 @@ class HttpServer:
         self._calls: set[asyncio.Task[None]] = set()
         self._silent: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         """Connections that have brought no request yet, and when their time is over."""
+        self._refused: dict[Refusal, None] = {}
+        """Beyond the limit, oldest first."""
         self._listener: asyncio.Server | None = None
         app = web.Application(middlewares=[self._answer_errors], client_max_size=config.max_request_bytes)
         app.on_response_prepare.append(_add_headers)
         routes.add_to(app)
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=CLOSE_S,
-            keepalive_timeout=KEEPALIVE_S,
-            max_line_size=MAX_HEADER_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
-        )
+        self._of_connections: dict[str, Any] = {
+            "access_log": None,
+            "auto_decompress": False,  # `bodies` does that, within its limits
+            "keepalive_timeout": KEEPALIVE_S,
+            "max_line_size": MAX_HEADER_BYTES,
+            "max_field_size": MAX_HEADER_BYTES,
+        }
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CLOSE_S, **self._of_connections)
 
     async def start(self, port: int, tls: ssl.SSLContext | None = None) -> str:
         """Listen; returns HOST:PORT. Raises `ConfigError` naming the port if it is taken; nothing stays open then."""
@@ -84,11 +107,21 @@ class HttpServer:
         limit = self._config.max_http_connections
         if len(self._runner.server.connections) >= limit:
             error = UnavailableError(f"{limit} HTTP connections are open, the limit; try again later")
-            return Refusal(error_response(error, self._config.retry_after_s), CLOSE_S)
-        handler = self._runner.server()
+            return self._refuse(error_response(error, self._config.retry_after_s))
+        handler = Connection(self._runner.server, loop=asyncio.get_running_loop(), **self._of_connections)
         timer = asyncio.get_running_loop().call_later(self._config.body_timeout_s, self._close_silent, handler)
         self._silent[handler] = timer
         return handler
+
+    def _refuse(self, answer: web.Response) -> Refusal:
+        """However many come at once, few of them are open: the oldest is told nothing then."""
+        if len(self._refused) >= MAX_REFUSED:
+            oldest = next(iter(self._refused))
+            del self._refused[oldest]
+            oldest.abort()
+        refusal = Refusal(answer, CLOSE_S, lambda refusal: self._refused.pop(refusal, None))
+        self._refused[refusal] = None
+        return refusal
 
     def _close_silent(self, handler: web.RequestHandler) -> None:
         del self._silent[handler]
@@ -132,4 +165,4 @@ class HttpServer:
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """To every answer, those of refusals and streams too."""
     response.headers[REQUEST_ID] = request_id_of(request)
-    response.headers["Server"] = "kvrelay"  # aiohttp's own would tell its version
+    response.headers["Server"] = _SERVER

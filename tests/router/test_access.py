@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from tenants_file import bearer, write_tenants
 from engine.errors import EngineError, PermissionDenied, RateLimited, RequestError, Unauthenticated
 from kvrelay import AsyncClient
 from kvrelay._status import from_rpc_error
-from kvrelay.v1 import router_pb2
+from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.served_model import ServedModel
 
 CHAT = "/v1/chat/completions"
@@ -34,7 +35,7 @@ async def front(model: ServedModel, tmp_path: Path) -> AsyncIterator[HttpFront]:
         other={"tokens_per_minute": 60},
         ops={"admin": True},
     )
-    await front.start(api_keys=str(keys))
+    await front.start(api_keys=str(keys), audit_log=str(tmp_path / "audit.jsonl"))
     yield front
     await front.close()
 
@@ -178,6 +179,25 @@ async def test_only_an_admin_may_ask_admin_and_each_call_is_written_down(
         ("acme", ["Admin.Status:", "PERMISSION_DENIED"]),
         ("unknown", ["Admin.Status:", "UNAUTHENTICATED"]),
     ]
+
+
+async def test_the_audit_file_names_each_admin_call_and_holds_no_key(front: HttpFront, tmp_path: Path) -> None:
+    async with grpc.aio.insecure_channel(front.grpc_address) as channel:
+        status: router_pb2_grpc.AdminAsyncStub = router_pb2_grpc.AdminStub(channel)
+        for name, request_id in (("ops", "r-1"), ("acme", "r-2")):
+            metadata = (("authorization", f"Bearer key-of-{name}"), ("x-request-id", request_id))
+            call = status.Status(router_pb2.StatusRequest(), metadata=metadata)
+            assert ("x-request-id", request_id) in tuple(await call.initial_metadata())
+            await asyncio.wait({asyncio.ensure_future(call.code())}, timeout=5)
+    file = tmp_path / "audit.jsonl"
+    text = file.read_text()
+    entries = [json.loads(line) for line in text.splitlines()]
+    assert [(entry["request_id"], entry["identity"], entry["call"], entry["result"]) for entry in entries] == [
+        ("r-1", "ops", "Admin.Status", "OK"),
+        ("r-2", "acme", "Admin.Status", "PERMISSION_DENIED"),
+    ]
+    assert "key-of-" not in text
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 async def test_no_key_is_ever_logged(front: HttpFront, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from router_fleet import CONFIG
 
 from engine.block_hash import pack_tokens, unpack_tokens
 from engine.errors import ConfigError, Draining, EngineError, QueueFull, RequestCancelled, RequestError
+from kvrelay._server import MAX_WATCHES
 from kvrelay._status import from_rpc_error, retry_after
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.served_model import ServedModel
@@ -220,6 +221,42 @@ async def test_reflection_lists_the_services(front: Front) -> None:
     names = {service.name for service in (await call.read()).list_services_response.service}
     assert {"kvrelay.v1.Router", "kvrelay.v1.Admin", "grpc.health.v1.Health"} <= names
     call.cancel()
+
+
+PREFACE_AND_SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+
+
+@pytest.mark.parametrize(
+    ("limit", "said", "reason"),
+    [
+        ("HANDSHAKE_TIMEOUT_S", b"", b"Did not receive HTTP/2 settings"),
+        ("IDLE_TIMEOUT_S", PREFACE_AND_SETTINGS, b"connection idle"),
+    ],
+)
+async def test_a_connection_that_says_nothing_is_told_why_and_closed(
+    front: Front, monkeypatch: pytest.MonkeyPatch, limit: str, said: bytes, reason: bytes
+) -> None:
+    monkeypatch.setattr(f"kvrelay._server.{limit}", 0.2)
+    await front.start()
+    async with asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*front.address.split(":"))
+        writer.write(said)
+        assert reason in await reader.read()
+        writer.close()
+
+
+async def test_watches_of_the_health_are_bounded(front: Front) -> None:
+    await front.start()
+    watch = health_pb2_grpc.HealthStub(front.channel).Watch
+    async with asyncio.timeout(20):
+        watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHES)]
+        for each in watches:
+            await each.read()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await watch(health_pb2.HealthCheckRequest()).read()
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for each in watches:
+            each.cancel()
 
 
 async def test_a_port_in_use_is_named_and_nothing_stays_open(front: Front, model: ServedModel) -> None:

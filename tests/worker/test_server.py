@@ -13,11 +13,12 @@ from engine.cluster_key import ClusterKey
 from engine.config import EngineConfig
 from engine.errors import ConfigError, QueueFull, WorkerLost
 from engine.plan import Pool
+from kvrelay._server import MAX_WATCHES
 from kvrelay._wire import PROTOCOL_VERSION, SESSION_TOKEN_KEY
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from worker.block_feed import BlockFeed
 from worker.config import WorkerConfig
-from worker.server import MAX_WATCHES, WorkerServer
+from worker.server import WorkerServer
 from worker.session import MalformedRequest, Session
 
 Stream = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]

@@ -26,7 +26,7 @@ class NoRole:
 
 @pytest.fixture
 async def address(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    monkeypatch.setattr(f"worker.server.{request.param}", 0.2)
+    monkeypatch.setattr(f"kvrelay._server.{request.param}", 0.2)
     config = WorkerConfig(worker_id="w0", model_name="m", engine=EngineConfig(model_path="none"))
     server = WorkerServer(cast(Role, NoRole()), config)
     yield await server.start()

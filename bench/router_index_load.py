@@ -9,7 +9,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.routing_key import RoutingKeys
 from kvrelay.v1 import worker_pb2
@@ -146,7 +146,7 @@ class OurDecision:
         )
         assert placement is not None
         chosen = self._workers[placement.decode_worker]
-        self._workers[placement.decode_worker] = replace(chosen, waiting_tokens=(chosen.waiting_tokens + 100) % 700)
+        self._workers[placement.decode_worker] = chosen._replace(waiting_tokens=(chosen.waiting_tokens + 100) % 700)
         return placement.decode_worker
 
 

@@ -26,10 +26,13 @@ class _Column:
         self._extreme_of = extreme_of
         self.extreme = extreme_of(self.values) if self.values else 0.0
 
-    def __setitem__(self, position: int, value: float) -> None:
-        before, self.values[position] = self.values[position], value
+    def set(self, position: int, value: float) -> None:
+        before = self.values[position]
+        if value == before:
+            return
+        self.values[position] = value
         if before == self.extreme:
-            self.extreme = self.extreme if value == before else self._extreme_of(self.values)
+            self.extreme = self._extreme_of(self.values)
         else:
             self.extreme = self._extreme_of((self.extreme, value))
 
@@ -61,10 +64,14 @@ class Candidates:
         """New costs of a worker that is among them."""
         i = self._position[member.worker_id]
         self.members[i] = member
-        self._base_ms[i], self._token_ms[i], self._held_ms[i] = self.costs(member)
-        self._rooms[i] = member.room
-        if self._slots[i] != _slot(member):
-            self._slots[i] = _slot(member)
+        base_ms, token_ms, held_ms = self.costs(member)
+        self._base_ms.set(i, base_ms)
+        self._token_ms.set(i, token_ms)
+        self._held_ms.set(i, held_ms)
+        self._rooms.set(i, member.room)
+        slot = _slot(member)
+        if self._slots[i] != slot:
+            self._slots[i] = slot
             self._holders.clear()
 
     def held(self, matches: Sequence[Match], num_tokens: int) -> list[int]:
@@ -120,4 +127,5 @@ class Candidates:
 
 
 def _slot(member: WorkerCosts) -> int:
-    return MAX_SLOTS if member.worker.slot is None else member.worker.slot
+    slot = member.worker.slot
+    return MAX_SLOTS if slot is None else slot

@@ -80,16 +80,17 @@ def _prefill_ms(worker: WorkerSnapshot, rates: LearntRates) -> float:
 def worker_costs(worker: WorkerSnapshot, rates: LearntRates, assumed: AssumedRates) -> WorkerCosts:
     token_ms = _prefill_ms(worker, rates) or assumed.token_ms
     step_ms = worker.decode_step_ms or assumed.step_ms
+    streams = worker.streams
     return WorkerCosts(
-        worker=worker,
-        token_ms=token_ms,
-        queue_ms=worker.queued_tokens * token_ms,
-        link_ms=rates.link_ms_per_token(worker.worker_id) or assumed.link_ms,
-        step_ms=step_ms * (1.0 + STREAM_SHARE * worker.streams),
-        slowdown_ms=step_ms * STREAM_SHARE * worker.streams,
-        room=worker.blocks_available * worker.block_size,
-        growth_ms=step_ms / max(1, worker.running),
-        seat=_seat(worker.worker_id),
+        worker,
+        token_ms,
+        worker.queued_tokens * token_ms,
+        rates.link_ms_per_token(worker.worker_id) or assumed.link_ms,
+        step_ms * (1.0 + STREAM_SHARE * streams),
+        step_ms * STREAM_SHARE * streams,
+        worker.blocks_available * worker.block_size,
+        step_ms / (worker.running or 1),
+        _seat(worker.worker_id),
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import is_not
+from typing import NamedTuple
 
 from router.candidates import Candidates, tied
 from router.costs import AssumedRates, WorkerCosts, assumed_rates, worker_costs
@@ -35,8 +36,9 @@ MAX_PER_ROLE = 8
 _MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementRequest:
+class PlacementRequest(NamedTuple):
+    """By name only."""
+
     num_tokens: int
     """To be computed before the next token: prompt and the output so far."""
     max_total_tokens: int
@@ -86,6 +88,8 @@ class Fleet:
         self._num_changes = 0
         """Since the assumed rates were worked out."""
         self._prefill, self._decode, self._local = _uses(())
+        self._uses: Mapping[str, Sequence[Candidates]] = {}
+        """By role: what its workers are priced for."""
         self._least_prefill_tokens = self._least_decode_tokens = 0
 
     def refresh(self, workers: Sequence[WorkerSnapshot]) -> None:
@@ -97,17 +101,18 @@ class Fleet:
         else:
             changed = [worker for worker in workers if known.get(worker.worker_id) is not worker]
         self._last = list(workers)
-        if len(workers) != len(known) or not all(_same_worker(known.get(w.worker_id), w) for w in changed):
-            self._start_over(workers)
-            return
         self._num_changes += len(changed)
-        if self._num_changes > max(MAX_CHANGES, CHANGES_PER_WORKER * len(known)):
+        if len(workers) != len(known) or self._num_changes > max(MAX_CHANGES, CHANGES_PER_WORKER * len(known)):
             self._start_over(workers)
             return
         for worker in changed:
+            before, role = known.get(worker.worker_id), worker.role
+            if before is None or before.fixed != worker.fixed:
+                self._start_over(workers)
+                return
             known[worker.worker_id] = worker
-            costs = worker_costs(worker, self._rates, self._assumed[worker.role])
-            for use in (self._prefill,) if worker.role == PREFILL else (self._decode, self._local):
+            costs = worker_costs(worker, self._rates, self._assumed[role])
+            for use in self._uses[role]:
                 use.replace(costs)
 
     def place(self, request: PlacementRequest) -> Placement | None:
@@ -115,9 +120,9 @@ class Fleet:
         prefill, decode, local = self._prefill, self._decode, self._local
         fits = request.num_tokens < self._least_prefill_tokens or not prefill.members
         if request.exclude or request.max_total_tokens > self._least_decode_tokens or not fits:
-            members = [*prefill.members, *decode.members]
+            members = [*prefill.members, *local.members]
             prefill, decode, local = _uses([member for member in members if _can_serve(member.worker, request)])
-        return Placement(request, prefill, decode, local) if decode.members else None
+        return Placement(request, prefill, decode, local) if local.members else None
 
     def _start_over(self, workers: Sequence[WorkerSnapshot]) -> None:
         ordered = sorted(workers, key=lambda worker: worker.worker_id)  # as every router orders them
@@ -126,17 +131,12 @@ class Fleet:
         self._prefill, self._decode, self._local = _uses(
             [worker_costs(worker, self._rates, self._assumed[worker.role]) for worker in ordered]
         )
+        # Nobody asks what it costs to decode alone while there is no prefill worker.
+        decode = (self._decode, self._local) if self._prefill.members else (self._local,)
+        self._uses = {PREFILL: (self._prefill,), DECODE: decode}
         most = {role: [w.max_request_tokens for w in ordered if w.role == role] for role in ROLES}
         self._least_prefill_tokens = min(most[PREFILL], default=0)
         self._least_decode_tokens = min(most[DECODE], default=0)
-
-
-def _same_worker(known: WorkerSnapshot | None, worker: WorkerSnapshot) -> bool:
-    """Whether nothing differs that never changes in the life of a worker."""
-    if known is None:
-        return False
-    before = (known.role, known.block_size, known.num_blocks, known.max_model_len)
-    return before == (worker.role, worker.block_size, worker.num_blocks, worker.max_model_len)
 
 
 _Pair = tuple[float, int | None, int]
@@ -148,10 +148,10 @@ class Placement:
 
     def __init__(self, request: PlacementRequest, prefill: Candidates, decode: Candidates, local: Candidates) -> None:
         self._request = request
-        self._prefill, self._decode = list(prefill.members), list(decode.members)  # as they are at this moment
+        self._prefill, self._decode = list(prefill.members), list(local.members)  # as they are at this moment
         self._worth_ms, self._local_costs = local.worth_ms, local.costs
         self._prefill_held = prefill.held(request.matches, request.num_tokens) if prefill.members else []
-        self._decode_held = decode.held(request.matches, request.num_tokens)
+        self._decode_held = local.held(request.matches, request.num_tokens)
         pairs = self._local_pairs(local)
         if prefill.members:
             pairs += self._split_pairs(prefill, decode)

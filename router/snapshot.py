@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 PREFILL, DECODE = "prefill", "decode"
 ROLES = (PREFILL, DECODE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSnapshot:
-    """A ready worker as its last report and the router's own live requests describe it."""
+class WorkerSnapshot(NamedTuple):
+    """A ready worker as its last report and the router's own live requests describe it. By name only.
+
+    A tuple, because one is made for every decision.
+    """
 
     worker_id: str
     role: str
@@ -33,6 +35,11 @@ class WorkerSnapshot:
     """Tokens of those that were sent there to be computed and are not known to be."""
     slot: int | None = None
     """In the prefix index; None if the worker does not tell what it holds."""
+
+    @property
+    def fixed(self) -> tuple[object, ...]:
+        """What never changes in the life of a worker: id, role, block size, blocks, longest request."""
+        return self[:5]
 
     @property
     def queued_tokens(self) -> int:

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -15,6 +14,12 @@ from router.snapshot import DECODE, PREFILL, WorkerSnapshot
 
 REQUEST = PlacementRequest(num_tokens=100, max_total_tokens=150, key=1)
 KEYS = [random.Random(n).getrandbits(60) for n in range(256)]
+
+ValueT = TypeVar("ValueT", WorkerSnapshot, PlacementRequest)
+
+
+def replace(value: ValueT, **fields: Any) -> ValueT:
+    return value._replace(**fields)
 
 
 def worker(worker_id: str, role: str, **fields: Any) -> WorkerSnapshot:

@@ -48,6 +48,7 @@ class Tokenizer:
         self._sizes = _sizes(backend) if byte_level else None
         # A router does these for every token of every stream.
         self.visible_entry = lru_cache(MAX_CACHED_TOKENS)(self._visible_entry)
+        self.visible_bytes = lru_cache(MAX_CACHED_TOKENS)(self._visible_bytes)
         self.bytes_of_entry = lru_cache(MAX_CACHED_TOKENS)(self._bytes_of_entry)
 
     @classmethod
@@ -133,6 +134,11 @@ class Tokenizer:
         """The vocabulary's entry of a token that gives text: neither special nor outside the vocabulary."""
         return None if token_id in self._special_ids else self._backend.id_to_token(token_id)
 
+    def _visible_bytes(self, token_id: int) -> bytes:
+        """Of a byte-level vocabulary: what a token adds to the text; nothing for those without a visible entry."""
+        entry = self._visible_entry(token_id)
+        return b"" if entry is None else self._bytes_of_entry(entry)
+
     def _bytes_of_entry(self, entry: str) -> bytes:
         """Of a byte-level vocabulary."""
         assert self._bytes_of_char is not None
@@ -142,7 +148,7 @@ class Tokenizer:
             return entry.encode()
 
     def incremental_decoder(self) -> _ByteLevelDecoder | _WindowDecoder:
-        return _WindowDecoder(self) if self._bytes_of_char is None else _ByteLevelDecoder(self.bytes_of_entry)
+        return _WindowDecoder(self) if self._bytes_of_char is None else _ByteLevelDecoder(self.visible_bytes)
 
 
 class IncrementalDetokenizer:
@@ -153,14 +159,11 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
         self._decoder = tokenizer.incremental_decoder()
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that became final with `token_ids`; empty while a character is incomplete."""
-        entry_of = self._tokenizer.visible_entry
-        entries = [(token_id, entry_of(token_id)) for token_id in token_ids]
-        return self._decoder.push([(token_id, entry) for token_id, entry in entries if entry is not None])
+        return self._decoder.push(token_ids)
 
     def flush(self) -> str:
         """The rest, once no token will follow."""
@@ -170,13 +173,12 @@ class IncrementalDetokenizer:
 class _ByteLevelDecoder:
     """For vocabularies whose entries stand for bytes (GPT-2, Llama 3, SmolLM2): exact, whatever the bytes are."""
 
-    def __init__(self, bytes_of_entry: Callable[[str], bytes]) -> None:
-        self._bytes_of_entry = bytes_of_entry
+    def __init__(self, visible_bytes: Callable[[int], bytes]) -> None:
+        self._visible_bytes = visible_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, tokens: Sequence[tuple[int, str]]) -> str:
-        """Of tokens with their entries."""
-        return self._utf8.decode(b"".join([self._bytes_of_entry(entry) for _, entry in tokens]))
+    def push(self, token_ids: Iterable[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._visible_bytes, token_ids)))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -195,9 +197,10 @@ class _WindowDecoder:
         self._before: list[int] = []
         self._new: list[int] = []
 
-    def push(self, tokens: Sequence[tuple[int, str]]) -> str:
-        """Of tokens with their entries."""
-        return "".join([self._push(token_id, entry) for token_id, entry in tokens])
+    def push(self, token_ids: Iterable[int]) -> str:
+        entry_of = self._tokenizer.visible_entry
+        entries = [(token_id, entry_of(token_id)) for token_id in token_ids]
+        return "".join([self._push(token_id, entry) for token_id, entry in entries if entry is not None])
 
     def _push(self, token_id: int, entry: str) -> str:
         self._new.append(token_id)

@@ -46,9 +46,12 @@ class ClientStream:
         self._min_gap_s = min_gap_s
         self._flushed_at = -math.inf
         self._pause_s = 0.0
-        self._pending: list[worker_pb2.Output] = []
+        self._num_sent = 0
+        """Output tokens that the client was sent."""
+        self._logprobs: list[common_pb2.TokenLogprobs] | None = None if params.logprobs is None else []
+        """Of the others; None: not asked for."""
         self._pending_ids: list[int] = []
-        """Of these, those whose text was not asked for yet."""
+        """Of the others, those whose text was not asked for yet."""
         self._num_texts = 0
         """Tokens whose text was asked for."""
         self._pending_text = ""
@@ -66,21 +69,31 @@ class ClientStream:
 
         Raises `ProtocolError` at one that is not the next; those before it are taken.
         """
-        log, pending, pending_ids, stops = self.log, self._pending, self._pending_ids, self._text.stops
+        first = index = self.log.num_outputs
+        limit, stops, logprobs, reason = self.log.limit, self._text.stops, self._logprobs, None
+        taken: list[int] = []
+        misplaced: worker_pb2.Output | None = None
         for output in outputs:
-            token_id, reason = output.token_id, output.finish_reason
-            log.append(output.index, token_id)
-            pending.append(output)
-            if reason == STOP:
-                return STOP  # a stop token gives no text
-            pending_ids.append(token_id)
-            if stops:
-                self._take_text()
-                if self._text.stopped:
-                    return STOP
-            if reason == LENGTH or log.full:
-                return LENGTH
-        return None
+            if output.index != index or index >= limit:
+                misplaced = output
+                break
+            token_id, why = output.token_id, output.finish_reason
+            taken.append(token_id)
+            index += 1
+            if logprobs is not None:
+                logprobs.append(output.logprobs)
+            if stops and why != STOP and self._stops_with(token_id):
+                why = STOP
+            if why in (STOP, LENGTH) or index == limit:
+                reason = STOP if why == STOP else LENGTH
+                break
+        if taken:
+            self.log.take(first, taken)
+            if not stops:  # a stop token gives no text
+                self._pending_ids += taken[:-1] if reason == STOP else taken
+        if misplaced is not None:
+            self.log.take(misplaced.index, [misplaced.token_id])
+        return reason
 
     @property
     def pause_s(self) -> float:
@@ -93,21 +106,31 @@ class ClientStream:
 
     async def flush(self) -> None:
         """Send what is pending as one message."""
-        if not self._pending:
+        index, num_outputs = self._num_sent, self.log.num_outputs
+        if index == num_outputs:
             return
         self._take_text()
-        outputs, text = self._pending, self._pending_text
-        self._pending, self._pending_text = [], ""
-        index = self.log.num_outputs - len(outputs)
-        tokens = router_pb2.Tokens(index=index, token_ids=self.log.outputs_from(index), text=text, choice=self._choice)
-        if self._request.params.logprobs is not None:
-            tokens.logprobs.extend(output.logprobs for output in outputs)
-        await self._emit(router_pb2.GenerateResponse(tokens=tokens))
+        text, logprobs = self._pending_text, self._logprobs
+        self._pending_text, self._num_sent = "", num_outputs
+        message = router_pb2.GenerateResponse()
+        tokens = message.tokens
+        tokens.index, tokens.token_ids, tokens.text = index, self.log.outputs_from(index), text
+        tokens.choice = self._choice
+        if logprobs is not None:
+            self._logprobs = []
+            tokens.logprobs.extend(logprobs)
+        await self._emit(message)
         now = self._clock()
-        self._waterfall.emitted(self.log.num_outputs, now)
-        fast = len(outputs) > 1 or now - self._flushed_at < self._min_gap_s
+        self._waterfall.emitted(num_outputs, now)
+        fast = num_outputs - index > 1 or now - self._flushed_at < self._min_gap_s
         self._pause_s = self._min_gap_s if fast else 0.0
         self._flushed_at = now
+
+    def _stops_with(self, token_id: int) -> bool:
+        """Whether the text of the next token completes a stop string."""
+        self._pending_ids.append(token_id)
+        self._take_text()
+        return self._text.stopped
 
     def _take_text(self) -> None:
         """Of all that has come: much cheaper for many tokens at once."""

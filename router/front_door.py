@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from engine.block_hash import TOKEN_BYTES
 from engine.errors import DeadlineExceeded
 from kvrelay.v1 import router_pb2
 from router import validate
@@ -49,8 +48,7 @@ class FrontDoor:
                 async def metered(event: router_pb2.GenerateResponse) -> None:
                     await emit(event)
                     now = self._clock()
-                    call.sent(event, now)
-                    self.limits.charge(tenant, _tokens_of(event), now)
+                    self.limits.charge(tenant, call.sent(event, now), now)
 
                 await self._dispatcher.generate(message, metered, timeout_s, tenant)
                 call.finished(self._clock())
@@ -81,9 +79,3 @@ class FrontDoor:
                 return await self._dispatcher.prompts.tokens(message, timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the call's {timeout_s:g} s are over") from None
-
-
-def _tokens_of(event: router_pb2.GenerateResponse) -> int:
-    if event.HasField("tokens"):
-        return len(event.tokens.token_ids) // TOKEN_BYTES
-    return event.accepted.prompt_tokens

@@ -149,20 +149,21 @@ class CallMeter:
         self._last: dict[int, float] = {}
         """When the newest token of each choice was handed over."""
 
-    def sent(self, event: router_pb2.GenerateResponse, now: float) -> None:
-        """`event` was handed to the client's connection."""
+    def sent(self, event: router_pb2.GenerateResponse, now: float) -> int:
+        """`event` was handed to the client's connection. Returns its tokens: of the prompt, or of the output."""
+        if event.HasField("tokens"):
+            return self._tokens(event.tokens, now)
         if event.HasField("finished"):
             self._metrics._count_finished(event.finished)
-        elif event.HasField("tokens"):
-            self._tokens(event.tokens, now)
         elif event.HasField("accepted"):
             self._metrics._tokens["prompt_tokens"] += event.accepted.prompt_tokens
+        return event.accepted.prompt_tokens
 
     def finished(self, now: float) -> None:
         """The call ended well."""
         self._metrics._e2e.observe(now - self._received)
 
-    def _tokens(self, tokens: router_pb2.Tokens, now: float) -> None:
+    def _tokens(self, tokens: router_pb2.Tokens, now: float) -> int:
         count = len(tokens.token_ids) // TOKEN_BYTES
         before = self._last.get(tokens.choice)
         self._last[tokens.choice] = now
@@ -174,6 +175,7 @@ class CallMeter:
             self._metrics._itl.observe((now - before) / count, count)
         elif count > 1:
             self._metrics._itl.observe(0.0, count - 1)
+        return count
 
 
 def _counter(name: str, text: str, label: str, counts: Counter[str]) -> CounterMetricFamily:

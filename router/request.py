@@ -6,9 +6,10 @@ very next index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.block_hash import TOKEN_BYTES
+from engine.block_hash import TOKEN_BYTES, pack_tokens
 from engine.errors import ProtocolError
 from engine.sampling_params import SamplingParams
 from kvrelay.v1 import common_pb2
@@ -46,27 +47,29 @@ class GenerationRequest:
 class TokenLog:
     """Prompt and output of one request, in order.
 
-    Invariant: output index i is appended exactly once, after i - 1 and before i + 1; `num_outputs` are there.
+    Invariant: output index i is taken exactly once, after i - 1 and before i + 1; `num_outputs` are there.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
         self._tokens = bytearray(request.prompt)
         self._prompt_bytes = len(request.prompt)
-        self._limit = request.params.max_tokens
+        self.limit = request.params.max_tokens
+        """Tokens that the output may have."""
         self.num_outputs = 0
 
     @property
     def full(self) -> bool:
         """Whether the output has all the tokens that it may have."""
-        return self.num_outputs >= self._limit
+        return self.num_outputs >= self.limit
 
-    def append(self, index: int, token_id: int) -> None:
-        """Take output token `index`. On `ProtocolError` (a repeated or skipped index) the log is unchanged."""
+    def take(self, index: int, token_ids: Sequence[int]) -> None:
+        """Output tokens from `index` on, at least one. On `ProtocolError` (a repeated or skipped index, or too many)
+        the log is unchanged."""
         expected = self.num_outputs
-        if index != expected or expected >= self._limit:
-            raise ProtocolError(f"output index {index} came where {expected} of {self._limit} was next")
-        self._tokens += token_id.to_bytes(TOKEN_BYTES, "little")
-        self.num_outputs = expected + 1
+        if index != expected or expected + len(token_ids) > self.limit:
+            raise ProtocolError(f"output index {index} came where {expected} of {self.limit} was next")
+        self._tokens += pack_tokens(token_ids)
+        self.num_outputs = expected + len(token_ids)
 
     def outputs_from(self, index: int) -> bytes:
         """Output tokens from `index` on; little-endian u32."""

@@ -119,6 +119,11 @@ class Lane:
             self.closed = True
             self._session.forget(self._request_id)
 
+    def deliver_output(self, output: worker_pb2.Output) -> None:
+        """`deliver` of what nearly all messages are, on a lane that the session knows."""
+        if not self._inbox.put(self, output):
+            self.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -226,8 +231,12 @@ class WorkerSession:
         """Give a message of the worker to the request it is about. Raises `ProtocolError` on one out of place."""
         kind = response.WhichOneof("message")
         if kind == "step":
-            for entry in response.step.outputs:
-                self._deliver(entry.request_id, entry.output)
+            lanes = self._lanes
+            for entry in response.step.outputs:  # one for each token of all streams
+                if (lane := lanes.get(entry.request_id)) is None:
+                    self.strays += 1
+                else:
+                    lane.deliver_output(entry.output)
         elif kind == "load":
             self.load = response.load
             self.changed()

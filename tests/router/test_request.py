@@ -19,8 +19,7 @@ def log() -> TokenLog:
 
 
 def test_tokens_are_the_prompt_then_the_output(log: TokenLog) -> None:
-    log.append(0, 7)
-    log.append(1, 2**32 - 1)
+    log.take(0, [7, 2**32 - 1])
     assert log.tokens() == pack_tokens([5, 6, 7, 2**32 - 1])
     assert log.num_outputs == 2
     assert not log.full
@@ -28,16 +27,19 @@ def test_tokens_are_the_prompt_then_the_output(log: TokenLog) -> None:
 
 @pytest.mark.parametrize("index", [0, 2, 7])
 def test_a_repeated_or_skipped_index_is_refused_and_changes_nothing(log: TokenLog, index: int) -> None:
-    log.append(0, 7)
+    log.take(0, [7])
     with pytest.raises(ProtocolError, match=f"output index {index} came where 1 of 3 was next"):
-        log.append(index, 8)
+        log.take(index, [8])
     assert log.tokens() == pack_tokens([5, 6, 7])
 
 
 def test_a_full_log_takes_no_more(log: TokenLog) -> None:
+    with pytest.raises(ProtocolError):
+        log.take(0, [7] * 4)
+    assert log.num_outputs == 0
     for index in range(3):
-        log.append(index, 7)
+        log.take(index, [7])
     assert log.full
     with pytest.raises(ProtocolError):
-        log.append(3, 7)
+        log.take(3, [7])
     assert log.num_outputs == 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 
 import torch
@@ -113,11 +113,14 @@ class _Ends:
     def transfer_failed(self, request_id: str, error: Exception) -> None:
         self.sent.put(f"{type(error).__name__}: {error}")
 
-    def block_adopted(self, ticket_id: str, ordinal: int, num_bytes: int, transport: str) -> None:
+    def blocks_adopted(self, ticket_id: str, ordinals: Sequence[int], num_bytes: int, transport: str) -> None:
         """Of the sender's word: it hears when all are."""
 
     def blocks_lent(self, loan: Loan) -> None:
         self.sent.put("a block was lent")
+
+    def block_doubted(self, block: OutgoingBlock) -> None:
+        """The failed transfer says so too."""
 
     def loan_over(self, request_id: str, count: int) -> None:
         self.sent.put("a loan is over that never was")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from engine.borrowing import Loan
 from engine.errors import EngineError, InternalError, TransferError
+from kv_transfer.outgoing import OutgoingBlock
 from kv_transfer.stats import TransferStats
 
 
@@ -36,10 +37,10 @@ class DecodeListener:
         with self.changed:
             del self._seen[ticket_id]
 
-    def block_adopted(self, ticket_id: str, ordinal: int, num_bytes: int, transport: str) -> None:
+    def blocks_adopted(self, ticket_id: str, ordinals: Sequence[int], num_bytes: int, transport: str) -> None:
         with self.changed:
             if (seen := self._seen.get(ticket_id)) is not None:
-                seen.adopted.add(ordinal)
+                seen.adopted.update(ordinals)
                 self.changed.notify_all()
 
     def block_refused(self, ticket_id: str, ordinal: int, error: TransferError) -> None:
@@ -75,6 +76,9 @@ class PrefillListener:
 
     def transfer_failed(self, request_id: str, error: EngineError) -> None:
         self.outcomes.put((request_id, type(error).__name__))
+
+    def block_doubted(self, block: OutgoingBlock) -> None:
+        """What is flipped in a source is undone behind its transfer."""
 
     def loan_over(self, request_id: str, count: int) -> None:
         raise InternalError("nothing is lent here")

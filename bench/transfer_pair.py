@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import click
+import numpy as np
 
 from engine.errors import EngineError, InternalError
 from engine.kv_cache import KvCache
@@ -30,7 +31,7 @@ from engine.native.blocks import NativeBlockCopier
 from kv_transfer.digest import BlockCopier
 from kv_transfer.identity import ADOPT, SHM, TCP, PeerIdentity
 from kv_transfer.link import LinkSettings
-from kv_transfer.sender import KvSender, OutgoingBlock, TicketInfo
+from kv_transfer.sender import KvSender, LendableBlocks, OutgoingBlock, TicketInfo
 from kv_transfer.stats import TransferStats
 
 ANSWER_TIMEOUT_S = 60.0
@@ -70,10 +71,17 @@ def scattered(count: int, pool: int, seed: int) -> list[int]:
 
 
 def fill(kv: KvCache, seed: int) -> None:
-    content = memoryview(random.Random(seed).randbytes(kv.layout.block_bytes))
+    content = random.Random(seed).randbytes(kv.layout.block_bytes)
     for block in range(kv.num_blocks):
         kv.block(block)[:] = content
         kv.block(block)[:8] = block.to_bytes(8, "little")
+
+
+def write(kv: KvCache, blocks: Sequence[int]) -> None:
+    """Every byte of them again, as computing does."""
+    for block in blocks:
+        there = kv.block(block)
+        there[:] = bytes(there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ class Transfer:
     slots: Sequence[int]
     checked: bool = True
     generation: int = 0
-    """Of the sources. The same as before: their digests are known."""
+    """Of the sources: says whether their digests are known."""
     lent: int = 0
     """The first so many blocks are not sent, but may be read in the sender's pool."""
 
@@ -125,6 +133,13 @@ class SenderProcess:
             checked=transfer.checked,
         )
         self.answer()
+
+    def produce(self, sources: Sequence[int], generation: int, checked: bool, digested: bool) -> float:
+        """Let it write blocks, and take their digests, as a prefill worker does behind a step. Returns
+        the seconds that the digests took."""
+        told = {"sources": list(sources), "generation": generation, "checked": checked, "digested": digested}
+        self._tell(do="produce", ticket_id="", **told)
+        return self.answer().seconds
 
     def begin(self, transfer: Transfer) -> None:
         self._tell(
@@ -170,6 +185,9 @@ class _Ends:
     def transfer_failed(self, request_id: str, error: EngineError) -> None:
         self.queue.put((time.perf_counter(), f"{type(error).__name__}: {error}"))
 
+    def block_doubted(self, block: OutgoingBlock) -> None:
+        """The failed transfer says so too."""
+
     def loan_over(self, request_id: str, count: int) -> None:
         """Nobody writes into these pools."""
 
@@ -192,7 +210,12 @@ def main(geometry: str, num_blocks: int, cache: str) -> None:
     for line in sys.stdin:
         told: dict[str, Any] = json.loads(line)
         sender, ticket_id = senders[told["checked"]], told["ticket_id"]
-        if told["do"] == "open":
+        if told["do"] == "produce":
+            write(kv, told["sources"])
+            began = time.perf_counter()
+            sender.digest([(source, told["generation"]) for source in told["sources"] if told["digested"]])
+            _say(time.perf_counter() - began)
+        elif told["do"] == "open":
             info = TicketInfo(
                 ticket_id=ticket_id,
                 worker_id="decode-0",
@@ -204,13 +227,19 @@ def main(geometry: str, num_blocks: int, cache: str) -> None:
             sender.open(ticket_id, info, time.monotonic() + ANSWER_TIMEOUT_S)
             _say(0.0)
         else:
-            generation = told["generation"]  # of those that are lent, what the receiver sees: nobody writes here
+            generation, lent = told["generation"], told["lent"]
             blocks = [
-                OutgoingBlock(n, source, block_hash(n), (), 0 if n < told["lent"] else generation, n < told["lent"])
-                for n, source in enumerate(told["sources"])
+                OutgoingBlock(n, source, block_hash(n), (), generation) for n, source in enumerate(told["sources"])
             ]
+            lendable = LendableBlocks(
+                np.arange(lent),
+                np.array(told["sources"][:lent], dtype=np.int64),
+                np.zeros(lent, dtype=np.uint64),  # what the receiver sees: nobody writes here
+                b"".join(block.hash for block in blocks[:lent]),
+            )
             began = time.perf_counter()
-            sender.send(ticket_id, blocks)
+            sender.lend(ticket_id, lendable)
+            sender.send(ticket_id, blocks[lent:])
             sender.finish(ticket_id)
             ended, error = ends.queue.get(timeout=ANSWER_TIMEOUT_S)
             _say(ended - began, error, began)

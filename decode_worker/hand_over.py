@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine.engine import Reservation
 from kv_transfer.stats import TransferStats
 from kvrelay.v1 import worker_pb2
@@ -19,6 +21,7 @@ class HandOver:
         self._cached_tokens = reservation.cached_tokens
         self._num_tokens = num_tokens
         self._block_size = block_size
+        self._blocks_adopted = 0
         self._blocks_refused = 0
         self._bytes_refused = 0
 
@@ -26,8 +29,11 @@ class HandOver:
     def complete(self) -> bool:
         return not self._missing
 
-    def adopt(self, ordinal: int) -> None:
-        self._missing.discard(ordinal)
+    def adopt(self, ordinals: Collection[int]) -> None:
+        """They came, and the engine has them."""
+        before = len(self._missing)
+        self._missing.difference_update(ordinals)
+        self._blocks_adopted += before - len(self._missing)
 
     def refuse(self, num_bytes: int) -> None:
         """A block came and was not what was agreed."""
@@ -35,7 +41,8 @@ class HandOver:
         self._bytes_refused += num_bytes
 
     def message(self, request_id: str, stats: TransferStats | None, error: str = "") -> worker_pb2.HandedOver:
-        """`stats` is None if no block was adopted. With `error`, all from the first gap on is computed here."""
+        """`stats`: of the link, or None if it brought no block. What it brought too late was received, not adopted.
+        With `error`, all from the first gap on is computed here."""
         message = worker_pb2.HandedOver(
             request_id=request_id,
             blocks_received=self._blocks_refused,
@@ -44,7 +51,7 @@ class HandOver:
             error=error,
         )
         if stats is not None:
-            message.blocks_adopted = stats.blocks
+            message.blocks_adopted = self._blocks_adopted
             message.blocks_received += stats.blocks
             message.bytes_received += stats.bytes
             message.transport = stats.transport

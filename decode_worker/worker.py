@@ -188,14 +188,15 @@ class DecodeWorker:
         reserved = worker_pb2.Reserved(request_id=record.request_id, wait_us=round(wait_s * 1e6), ticket=ticket)
         record.session.send(worker_pb2.SessionResponse(reserved=reserved))
 
-    def block_adopted(self, ticket_id: str, ordinal: int, num_bytes: int, transport: str) -> None:
+    def blocks_adopted(self, ticket_id: str, ordinals: Sequence[int], num_bytes: int, transport: str) -> None:
         """On a link thread."""
-        self._core.notify(self._arrived, ticket_id, (ordinal,), lambda engine: engine.adopted(ticket_id, ordinal), None)
+        key = ticket_id
+        self._core.notify(self._arrived, key, ordinals, lambda engine: engine.adopted(key, *ordinals), None)
 
     def blocks_lent(self, loan: Loan) -> None:
         """On a link thread."""
-        key, ordinals = loan.ticket_id, tuple(block.ordinal for block in loan.blocks)
-        self._core.notify(self._arrived, key, ordinals, lambda engine: engine.borrow(key, loan), loan)
+        key = loan.ticket_id
+        self._core.notify(self._arrived, key, loan.ordinals, lambda engine: engine.borrow(key, loan), loan)
 
     def _arrived(
         self, key: str, ordinals: Sequence[int], operation: Callable[[Engine], None], loan: Loan | None
@@ -206,8 +207,7 @@ class DecodeWorker:
             if loan is not None:
                 loan.give_back(len(ordinals))
             return
-        for ordinal in ordinals:
-            record.hand_over.adopt(ordinal)
+        record.hand_over.adopt(ordinals)
         self._on_engine(key, operation)
         if record.hand_over.complete:
             self._table.close(key)

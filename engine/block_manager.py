@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 
 from engine.block_events import BlockEvents, EventBatch, Snapshot
+from engine.block_manager_checks import check_manager
 from engine.block_stats import BlockStats
 from engine.config import CacheConfig
 from engine.errors import InternalError, NoFreeBlocks
@@ -72,6 +73,7 @@ class BlockManager:
         """Holders of each block beyond its first, all together."""
         self._num_copies = 0
         self._num_evictions = 0
+        self._num_damaged = 0
 
     @property
     def num_allocatable(self) -> int:
@@ -98,7 +100,7 @@ class BlockManager:
         return blocks
 
     def generation(self, block: int) -> int:
-        """How often `block` was handed out by `allocate`. Tells a late write to its former life apart."""
+        """How often `block` was handed out by `allocate`, or discarded. Tells a late write to its former life apart."""
         self._check_inside((block,))
         return self._generation[block]
 
@@ -260,6 +262,23 @@ class BlockManager:
         """An unknown name is ignored."""
         self._unpinned(self._pins.replace(name, (), None)[1])
 
+    def discard(self, block: int) -> dict[int, bytes | None]:
+        """The contents of `block` are not what was written: it and all that continues it, which may have been computed
+        from it, are found no more, pinned or not, and get new generations. Who holds them, holds them still.
+
+        Returns them, `block` among them, with the hashes that they had.
+        """
+        self._check_inside((block,))
+        discarded = self._index.subtree(block) if block in self._index else [block]
+        hashes = {member: self._index.hash_of(member) for member in discarded}
+        self._unpinned(self._pins.cut(hashes))
+        if block in self._index:
+            self._free_cached(self._index.remove(block))
+        for member in discarded:
+            self._generation[member] += 1
+        self._num_damaged += 1
+        return hashes
+
     def reset_prefix_cache(self) -> bool:
         """Forget all contents, the pinned ones and the names of pins too, with one event.
 
@@ -298,37 +317,12 @@ class BlockManager:
             copies=self._num_copies,
             evictions=self._num_evictions,
             event_overflows=self._events.num_overflows,
+            damaged=self._num_damaged,
         )
 
     def check_integrity(self) -> None:
         """Re-derive every invariant and every count from the tables. O(blocks); for tests and idle moments."""
-        self._index.check_integrity()
-        self._cached.check_integrity()
-        blocks = range(self._num_blocks)
-        assert min(*self._holders, *self._quarantines) >= 0
-        free, cached = set(self._free), set(self._cached)
-        pinned = {block for block in blocks if block in self._pins}
-        held = {block for block in blocks if self._holders[block] or self._quarantines[block]}
-        registered = {block for block in blocks if block in self._index}
-        assert len(free) == len(self._free), "a block is free twice"
-        assert len(free) + len(cached) + len(pinned - held) + len(held) == len(blocks), "a block was lost"
-        assert free | cached | pinned | held == set(blocks), "a block is in two states"
-        assert free.isdisjoint(registered), f"free with a hash: {free & registered}"
-        assert cached | pinned <= registered, f"cached or pinned without a hash: {(cached | pinned) - registered}"
-        if self._config.sliding_window is None:
-            self._cached.check_before(self._index.parent)
-        self._pins.check_integrity()
-        for chain in self._pins.chains():
-            parents = [self._index.parent(block) for block in chain]
-            assert parents == [None, *chain[:-1]], f"pinned, but no chain from its first block on: {chain}"
-        for block in self._leased:
-            assert self.is_writable(block), f"leased block {block} is shared, or has a hash"
-        owned = {block for block in blocks if self._holders[block]} - self._leased
-        stats = BlockManager.stats(self)
-        assert stats.owned == len(owned), f"{len(owned)} blocks are owned, {stats}"
-        assert stats.quarantined == len(held - owned - self._leased), f"{stats}"
-        assert stats.cached == len(cached) + len(pinned - held), f"{stats}"
-        assert stats.copies_avoided == sum(max(0, count - 1) for count in self._holders), f"{stats}"
+        check_manager(self, BlockManager.stats(self))
 
     def check_holders(self, holders: Counter[int]) -> None:
         """`holders`: how many references each block must have, by id."""
@@ -341,13 +335,16 @@ class BlockManager:
         if self._on_evict is not None and content_hash is not None:
             self._on_evict(evicted, content_hash)
         *followers, _ = self._index.remove(evicted)
-        # Those that somebody holds stay with them; the rest has lost what made it worth keeping.
-        for block in followers:
+        self._free_cached(followers)
+        self._num_evictions += 1
+        return evicted
+
+    def _free_cached(self, unregistered: Iterable[int]) -> None:
+        """Those that somebody holds stay with them; the rest has lost what made it worth keeping."""
+        for block in unregistered:
             if block in self._cached:
                 self._cached.remove(block)
                 self._free.append(block)
-        self._num_evictions += 1
-        return evicted
 
     def _drop_holder(self, block: int) -> bool:
         """Whether nobody refers to `block` any more."""

@@ -36,3 +36,5 @@ class BlockStats:
     """Blocks of peers that requests here read: beside `total`."""
     borrowed_lost: int = 0
     """Since the start: borrowed blocks that their owner took back while they were used."""
+    damaged: int = 0
+    """Blocks since the start whose contents were found to be other ones than were written; they were discarded."""

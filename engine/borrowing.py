@@ -11,9 +11,9 @@ counts before `find_lost` has looked at their generations again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -50,11 +50,40 @@ class Loan:
 
     ticket_id: str
     lender: Lender
-    blocks: tuple[LentBlock, ...]
+    blocks: Sequence[LentBlock]
+
+    @property
+    def ordinals(self) -> Sequence[int]:
+        blocks = self.blocks
+        return blocks.ordinals if isinstance(blocks, LentColumns) else [block.ordinal for block in blocks]
 
     def give_back(self, count: int) -> None:
         if count:
             self.lender.give_back(self.ticket_id, count)
+
+
+class LentColumns(Sequence[LentBlock]):
+    """Blocks of a loan, as a link has them: made one by one only for who looks at them."""
+
+    def __init__(
+        self, ordinals: list[int], sources: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
+    ) -> None:
+        self.ordinals = ordinals
+        self._sources = sources
+        self._generations = generations
+
+    def __len__(self) -> int:
+        return len(self.ordinals)
+
+    @overload
+    def __getitem__(self, index: int) -> LentBlock: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LentBlock]: ...
+    def __getitem__(self, index: int | slice) -> LentBlock | Sequence[LentBlock]:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[LentBlock]:
+        return map(LentBlock, self.ordinals, self._sources.tolist(), self._generations.tolist())
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from engine import damage
 from engine.adoption import MissingBlock, Reservation
 from engine.batch import GrantedBlocks, ScheduledBatch
 from engine.block_events import EventBatch, Snapshot
@@ -23,7 +24,7 @@ from engine.block_names import BlockNames
 from engine.borrowing import BorrowingBlockManager, Loan
 from engine.config import CacheConfig, SchedulerConfig
 from engine.engine_stats import EngineStats
-from engine.errors import InternalError, RequestError
+from engine.errors import DigestMismatch, EngineError, InternalError, RequestError
 from engine.host_tier import HostStats
 from engine.interruption import PassStopped
 from engine.kv_cache import KvCache
@@ -165,10 +166,11 @@ class Engine:
         self._scheduler.add(request)
         self._reserving[request.request_id] = (granted, self._clock())
 
-    def adopted(self, request_id: str, ordinal: int) -> None:
-        """The KV of this missing block is in its slot and verified. Ignored if it is not expected any more."""
+    def adopted(self, request_id: str, *ordinals: int) -> None:
+        """The KV of these missing blocks is in their slots and verified. Ignored if it is not expected any more."""
         if request := self._find(request_id):
-            self._scheduler.adopt(request, ordinal)
+            for ordinal in ordinals:
+                self._scheduler.adopt(request, ordinal)
 
     def borrow(self, request_id: str, loan: Loan) -> None:
         """Missing blocks of the request need not come: they can be read where they are, in a peer's pool. What is not
@@ -257,8 +259,16 @@ class Engine:
         return True
 
     def generation(self, block: int) -> int:
-        """Of a block of the pool: grows each time that it is handed out."""
+        """Of a block of the pool: grows each time that it is handed out, or discarded."""
         return self._blocks.generation(block)
+
+    def discard(self, block: int, generation: int) -> StepOutput:
+        """The bytes of a block are not those that were written into it: nobody finds it any more, nor what continues
+        it. Requests that compute from it end with `DigestMismatch`. Ignored if it has another generation by now."""
+        if self._blocks.generation(block) != generation:
+            return StepOutput()
+        error = DigestMismatch(f"block {block} of the KV pool does not hold what was written into it")
+        return self._fail(damage.discard(block, self._blocks, self._host, self._scheduler.live), error)
 
     @property
     def lender(self) -> LendingBlockManager | None:
@@ -278,21 +288,9 @@ class Engine:
         return self._scheduler.has_work()
 
     def stats(self) -> EngineStats:
+        host = self._host.stats() if self._host else HostStats()
         queues = self._scheduler.stats()
-        return EngineStats(
-            blocks=self._blocks.stats(),
-            running=queues.running,
-            waiting=queues.waiting,
-            waiting_tokens=queues.waiting_tokens,
-            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
-            decode_step_ms=self._rates.decode_step_ms,
-            awaiting_kv=queues.awaiting_kv,
-            held=queues.held,
-            preemptions=queues.preemptions,
-            swaps=queues.swaps,
-            host=self._host.stats() if self._host else HostStats(),
-            unknown_ids=self._num_unknown_ids,
-        )
+        return EngineStats.of(self._blocks.stats(), queues, self._rates, host, self._num_unknown_ids)
 
     def check_integrity(self) -> None:
         """Re-derive every invariant of queues, block tables and pool. For tests and idle moments."""
@@ -380,8 +378,10 @@ class Engine:
         return StepOutput(tuple(self._failed(request, cause) for request in requests))
 
     def _failed(self, request: Request, cause: Exception) -> RequestUpdate:
-        error = InternalError(f"request {request.request_id}: {type(cause).__name__}: {cause}")
+        error: EngineError = InternalError(f"request {request.request_id}: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
+        if isinstance(cause, DigestMismatch):
+            error = cause
         index, num_computed = request.num_output_tokens, request.num_computed_tokens
         self._reserving.pop(request.request_id, None)
         self._scheduler.fail(request)

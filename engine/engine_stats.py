@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.block_stats import BlockStats
 from engine.host_tier import HostStats
+from engine.step_rates import StepRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +43,22 @@ class EngineStats:
     host: HostStats
     unknown_ids: int
     """Calls that named a request that is not live, since the start. Late messages do; many mean a fault."""
+
+    @classmethod
+    def of(
+        cls, blocks: BlockStats, queues: QueueStats, rates: StepRates, host: HostStats, unknown_ids: int
+    ) -> EngineStats:
+        return cls(
+            blocks=blocks,
+            running=queues.running,
+            waiting=queues.waiting,
+            waiting_tokens=queues.waiting_tokens,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s,
+            decode_step_ms=rates.decode_step_ms,
+            awaiting_kv=queues.awaiting_kv,
+            held=queues.held,
+            preemptions=queues.preemptions,
+            swaps=queues.swaps,
+            host=host,
+            unknown_ids=unknown_ids,
+        )

@@ -171,6 +171,16 @@ class HostTier:
             for slot in reversed(parked.slots):  # of a chain the deepest goes first
                 self._let_go(slot)
 
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Contents that nobody may find any more, if they are here. Parked KV stays with its requests."""
+        for content_hash in hashes:
+            slot = self._slot_of.pop(content_hash, None)
+            if slot is not None:
+                del self._hash_of[slot]
+                if slot in self._cached:
+                    del self._cached[slot]
+                    self._free.append(slot)
+
     def clear(self) -> None:
         """Forget what can be found by hash. Parked KV stays with its requests."""
         for slot in self._hash_of:

@@ -62,6 +62,11 @@ class LendingBlockManager(BlockManager):
         self._idle: set[int] = set()
 
     @property
+    def generations(self) -> npt.NDArray[np.uint64]:
+        """[blocks], as peers see them."""
+        return self._generations
+
+    @property
     def num_allocatable(self) -> int:
         return super().num_allocatable + len(self._idle)
 
@@ -96,6 +101,15 @@ class LendingBlockManager(BlockManager):
     def unquarantine(self, blocks: Sequence[int]) -> None:
         super().unquarantine(blocks)
         self._look_at(blocks)
+
+    def discard(self, block: int) -> dict[int, bytes | None]:
+        """Whoever borrowed one of them finds out by its generation, and computes anew."""
+        hashes = super().discard(block)
+        for member in hashes:
+            self._generations[member] = self._generation[member]
+        self._fence()
+        self._look_at(hashes)
+        return hashes
 
     def pin(self, name: str, hashes: Sequence[bytes], max_blocks: int | None = None) -> int:
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 
 from engine.errors import PinLimit
 
@@ -56,6 +57,15 @@ class PinnedPrefixes:
         else:
             self._blocks.pop(name, None)
         return added, dropped
+
+    def cut(self, gone: Collection[int]) -> list[int]:
+        """Every name ends before its first block of `gone`. Returns the blocks that are not pinned any more."""
+        dropped: list[int] = []
+        for name, blocks in list(self._blocks.items()):
+            kept = list(takewhile(lambda block: block not in gone, blocks))
+            if len(kept) < len(blocks):
+                dropped += self.replace(name, kept, None)[1]
+        return dropped
 
     def clear(self) -> None:
         self._blocks.clear()

@@ -54,6 +54,13 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
+    def subtree(self, block: int) -> list[int]:
+        """An entry and all that continue it, every one behind its parent."""
+        subtree = [block]
+        for member in subtree:  # grows while it is walked
+            subtree += self._children.get(member, ())
+        return subtree
+
     def add(self, block: int, content_hash: bytes, parent: bytes | None, name: bytes = b"") -> bool:
         """Enter a block without a hash under a hash without a block. False, and no entry, if the parent has none.
 
@@ -75,9 +82,9 @@ class PrefixIndex:
 
     def remove(self, block: int) -> list[int]:
         """Take out an entry and all that continue it. Returns their blocks, every one before its parent."""
-        subtree = [block]
-        for member in subtree:  # grows while it is walked: parents before children
-            subtree += self._children.pop(member, ())
+        subtree = self.subtree(block)
+        for member in subtree:
+            self._children.pop(member, None)
         parent = self._parent.get(block)
         if parent is not None:
             siblings = self._children[parent]

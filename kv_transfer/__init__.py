@@ -18,6 +18,7 @@ The hand-over of one request, in order:
 What can go wrong, and who notices:
 
     a block is not what was agreed    NACK; transfer_failed at P, block_refused at D; the link lives on
+    ... as P's own memory changed     block_doubted at P, which reads it again: it is sent no more
     P dies, or its link breaks        D's link thread sees the end of the stream: link_lost for its open tickets
     P freezes                         nothing renews the lease: table.expire. Frames it sends after it wakes up name
                                       a ticket that is over, and are refused

@@ -166,6 +166,10 @@ class _FaultySocket(FrameSocket):
         for frame, last in _split(encoded):
             self._send_one(frame, *(payload if last else ()))
 
+    def send_now(self, encoded: bytes) -> int:
+        """Nothing: what may be delayed is sent by whoever may wait."""
+        return 0
+
     def send_with_fd(self, encoded: bytes, fd: int) -> None:
         self._fd = fd
         try:

@@ -79,6 +79,15 @@ class FrameSocket:
         except OSError as error:
             raise self._closed("sending", error) from error
 
+    def send_now(self, encoded: bytes) -> int:
+        """Send as many bytes as go without waiting. Returns how many; the rest is to be sent before anything else."""
+        try:
+            return self._sock.send(encoded, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._closed("sending", error) from error
+
     def send_with_fd(self, encoded: bytes, fd: int) -> None:
         """Send a frame with a file descriptor. Unix sockets only, and only as their first frame."""
         try:

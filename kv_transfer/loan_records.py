@@ -1,39 +1,31 @@
-"""What a `Lend` frame says of each block: of fixed size, as a prompt has hundreds, and they are handed over at once."""
+"""What a `Lend` frame says of each block: columns of fixed size, as a prompt has hundreds of blocks, and they are
+handed over at once."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.block_hash import HASH_BYTES
-from engine.errors import ProtocolError
 
-_RECORD = struct.Struct(f"<IIQQI{HASH_BYTES}s")
-LOAN_BYTES = _RECORD.size
+RECORD = np.dtype(
+    [
+        ("ordinal", "<u4"),
+        ("slot", "<u4"),  # that D had kept for it
+        ("generation", "<u8"),  # of that slot: by the two D knows what is meant
+        ("source_generation", "<u8"),  # of the slot in P's pool, while it holds this block
+        ("source", "<u4"),  # block id in P's pool
+        ("hash", f"V{HASH_BYTES}"),
+    ]
+)
+"""One block that is not sent, but can be read where it is. Without gaps."""
+LOAN_BYTES = RECORD.itemsize
 
-
-class LoanEntry(NamedTuple):
-    """One block that is not sent, but can be read where it is."""
-
-    ordinal: int
-    slot: int
-    """That D had kept for it, and its generation: by them D knows what is meant."""
-    generation: int
-    source_generation: int
-    """Of the slot in P's pool, while it holds this block."""
-    source: int
-    """Block id in P's pool."""
-    hash: bytes
+Records = npt.NDArray[Any]  # [blocks] of RECORD
 
 
-def pack_loans(entries: Iterable[LoanEntry]) -> bytes:
-    """Raises `ProtocolError` if a field is out of range."""
-    try:
-        return b"".join(_RECORD.pack(*entry) for entry in entries)
-    except struct.error as error:
-        raise ProtocolError(f"Lend.records: {error}") from None
-
-
-def unpack_loans(records: bytes) -> list[LoanEntry]:
-    return [LoanEntry._make(fields) for fields in _RECORD.iter_unpack(records)]
+def unpack_loans(records: bytes) -> Records:
+    """A view, read-only."""
+    return np.frombuffer(records, dtype=RECORD)

@@ -11,20 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from engine.errors import LinkClosed, ProtocolError
 from kv_transfer.frames import AskLoans, Release
-
-
-class LendableBlock(Protocol):
-    """A `kv_transfer.transfers.OutgoingBlock`."""
-
-    @property
-    def ordinal(self) -> int: ...
-
-    @property
-    def lendable(self) -> bool: ...
 
 
 class OutgoingLoans:
@@ -36,43 +25,41 @@ class OutgoingLoans:
     def __init__(self, ask_s: float, lease_s: float) -> None:
         self._ask_s = ask_s
         self._lease_s = lease_s
-        self._held: dict[tuple[str, int], str] = {}
-        """(ticket, ordinal) -> request."""
+        self._held: dict[str, set[int]] = {}
+        """Ticket -> ordinals."""
         self._lent: Counter[str] = Counter()
         """Ticket -> blocks."""
         self._requests: dict[str, str] = {}
-        """Ticket -> request, of all that are lent."""
+        """Ticket -> request, of all that are held or lent."""
         self._over: Counter[str] = Counter()
         """Request -> blocks that go back, and nobody was told yet."""
         self._number = 0
         self._asked_at: float | None = None
         self._heard_at = 0.0
 
-    def hold(self, ticket_id: str, request_id: str, blocks: Iterable[LendableBlock]) -> None:
-        """They were handed over; those that may be lent are noted."""
-        self._held.update(((ticket_id, b.ordinal), request_id) for b in blocks if b.lendable)
+    def hold(self, ticket_id: str, request_id: str, ordinals: Iterable[int]) -> None:
+        """They were handed over, and may be lent."""
+        self._held.setdefault(ticket_id, set()).update(ordinals)
+        self._requests[ticket_id] = request_id
 
-    def refuse(self, request_id: str, blocks: Iterable[LendableBlock]) -> None:
-        """They were handed over, and nobody wants them."""
-        if count := sum(block.lendable for block in blocks):
+    def refuse(self, request_id: str, count: int) -> None:
+        """So many were handed over, and nobody wants them."""
+        if count:
             self._over[request_id] += count
 
     def drop(self, ticket_id: str, ordinals: Iterable[int]) -> None:
         """They were refused, or will not be offered, whatever else becomes of them. Others than held ones are
         ignored."""
-        for ordinal in ordinals:
-            if (request_id := self._held.pop((ticket_id, ordinal), None)) is not None:
-                self._over[request_id] += 1
+        if count := self._take(ticket_id, ordinals):
+            self._over[self._requests[ticket_id]] += count
+            self._forget_if_over(ticket_id)
 
-    def acked(self, ticket_id: str, ordinal: int, now: float) -> None:
-        """The peer has it. Ignored unless it was held."""
-        request_id = self._held.pop((ticket_id, ordinal), None)
-        if request_id is None:
-            return
-        if not self._lent:
-            self._heard_at, self._asked_at = now, now
-        self._lent[ticket_id] += 1
-        self._requests[ticket_id] = request_id
+    def acked(self, ticket_id: str, ordinals: Iterable[int], now: float) -> None:
+        """The peer has them. Those that were not held are ignored."""
+        if count := self._take(ticket_id, ordinals):
+            if not self._lent:
+                self._heard_at, self._asked_at = now, now
+            self._lent[ticket_id] += count
 
     def released(self, frame: Release, now: float) -> None:
         """Raises `ProtocolError` if the peer gives back what it has not."""
@@ -86,14 +73,15 @@ class OutgoingLoans:
             self._lent[ticket_id] -= count
             self._over[self._requests[ticket_id]] += count
             if not self._lent[ticket_id]:
-                del self._lent[ticket_id], self._requests[ticket_id]
+                del self._lent[ticket_id]
+                self._forget_if_over(ticket_id)
         if frame.number == self._number:
             self._heard_at = now
 
     def end_all(self) -> None:
         """The link is over: whoever still reads finds out by the generations."""
-        for request_id in self._held.values():
-            self._over[request_id] += 1
+        for ticket_id, ordinals in self._held.items():
+            self._over[self._requests[ticket_id]] += len(ordinals)
         for ticket_id, count in self._lent.items():
             self._over[self._requests[ticket_id]] += count
         self._held.clear()
@@ -128,3 +116,18 @@ class OutgoingLoans:
     @property
     def num_lent(self) -> int:
         return self._lent.total()
+
+    def _take(self, ticket_id: str, ordinals: Iterable[int]) -> int:
+        """Out of what is held. Returns how many were."""
+        held = self._held.get(ticket_id)
+        if held is None:
+            return 0
+        taken = held.intersection(ordinals)
+        held -= taken
+        if not held:
+            del self._held[ticket_id]
+        return len(taken)
+
+    def _forget_if_over(self, ticket_id: str) -> None:
+        if ticket_id not in self._held and ticket_id not in self._lent:
+            del self._requests[ticket_id]

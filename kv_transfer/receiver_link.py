@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from engine.borrowing import LentBlock, Loan
+from engine.borrowing import LentColumns, Loan
 from engine.errors import DigestMismatch, LinkClosed, ProtocolError, StaleTicket, TransferError
 from engine.peer_windows import PeerWindow
 from kv_transfer.digest import BlockCopier
@@ -24,7 +24,6 @@ from kv_transfer.frames import (
     Ack,
     AskLoans,
     Block,
-    BlockEntry,
     Blocks,
     Finish,
     Frame,
@@ -38,7 +37,7 @@ from kv_transfer.frames import (
 from kv_transfer.handshake import Refusal
 from kv_transfer.identity import PeerIdentity
 from kv_transfer.link import IncomingLink, LinkSettings, accept
-from kv_transfer.loan_records import LoanEntry, unpack_loans
+from kv_transfer.loan_records import unpack_loans
 from kv_transfer.pool import KvPool
 from kv_transfer.reservation import DuplicateBlock, ReservationTable, WriteGrant, WriteOutcome
 from kv_transfer.stats import Counters
@@ -50,8 +49,8 @@ MAX_UNSENT_ACKS = 16
 class ReceiverListener(Protocol):
     """Called on link threads, in the order in which things happen to a ticket. Must not wait for the receiver."""
 
-    def block_adopted(self, ticket_id: str, ordinal: int, num_bytes: int, transport: str) -> None:
-        """The block is complete and verified in its slot; called once for each."""
+    def blocks_adopted(self, ticket_id: str, ordinals: Sequence[int], num_bytes: int, transport: str) -> None:
+        """These blocks are complete and verified in their slots; each is named once. `num_bytes` of all."""
         ...
 
     def blocks_lent(self, loan: Loan) -> None:
@@ -132,8 +131,7 @@ class ReceiverLink:
             if frame is None:
                 continue  # a sender may be silent: what it owes is bounded by the leases
             self._dispatch(link, frame)
-            if self._acks and (self._unsent_acks() >= MAX_UNSENT_ACKS or not link.connection.has_frame()):
-                self._send_acks(link)
+            self._send_acks_if_due(link)
 
     def _dispatch(self, link: IncomingLink, frame: Frame) -> None:
         match frame:
@@ -160,42 +158,64 @@ class ReceiverLink:
     def _take_blocks(self, link: IncomingLink, frame: Blocks) -> None:
         """Check, copy, verify, adopt, answer. Only an impossible frame or a lost stream ends the link."""
         self._check(link, frame)
-        grants = [self._begin_write(frame, entry) for entry in frame.entries]
-        intact: list[bool] = [False] * len(grants)
+        grant, refused = self._begin_write(frame)
+        intact: list[bool] = [False] * len(grant.slots)
         try:
-            intact = self._copy(link, frame, grants)
+            intact = self._copy(link, frame, grant, refused)
         finally:
-            outcomes = self._end_writes(frame, grants, intact)
-        if adopted := outcomes.count(WriteOutcome.ADOPTED):
-            self._account(link, frame.ticket_id, adopted)
-        for entry, outcome in zip(frame.entries, outcomes, strict=True):
-            self._answer(link, frame, entry, outcome)
+            outcomes = self._end_write(grant, intact)
+        self._conclude(link, frame, grant, outcomes, refused)
+
+    def _conclude(
+        self,
+        link: IncomingLink,
+        frame: Blocks,
+        grant: WriteGrant,
+        outcomes: Sequence[WriteOutcome],
+        refused: Mapping[int, TransferError],
+    ) -> None:
+        """Account, answer, tell. The sender hears first: it waits for that, and nothing here needs its blocks."""
+        adopted = [n for n, outcome in zip(grant.ordinals, outcomes, strict=True) if outcome is WriteOutcome.ADOPTED]
+        if adopted:
+            self._account(link, frame.ticket_id, len(adopted))
+            self._acks.setdefault(frame.ticket_id, []).extend(adopted)
+            num_bytes = len(adopted) * self._receiver.kv.layout.block_bytes
+            try:
+                self._send_acks_if_due(link)
+            finally:
+                self._listener.blocks_adopted(frame.ticket_id, adopted, num_bytes, link.intake.transport)
+        for ordinal, outcome in zip(grant.ordinals, outcomes, strict=True):
+            if outcome is WriteOutcome.REFUSED:
+                self._refuse(link, frame, ordinal, DigestMismatch(f"block {ordinal} is not what was sent"))
+            elif outcome is WriteOutcome.LATE:
+                self._refuse(link, frame, ordinal, StaleTicket(f"ticket {frame.ticket_id} ended during the write"))
+        for place, error in refused.items():
+            self._answer_refused(link, frame, frame.entries[place].ordinal, error)
 
     def _take_loans(self, link: IncomingLink, frame: Lend, window: PeerWindow) -> None:
         """Check and adopt where they are. The bytes are not looked at: it is the memory itself that was lent."""
         self._send_acks(link)  # with these they may be more than one frame holds
-        entries = unpack_loans(frame.records)
-        sources = np.array([entry.source for entry in entries])
+        records = unpack_loans(frame.records)
+        sources, said = records["source"].astype(np.int64), records["source_generation"]
         if int(sources.max()) >= window.num_blocks:
             raise ProtocolError(f"block {sources.max()} is none of the peer's {window.num_blocks}")
-        said = np.array([entry.source_generation for entry in entries], dtype=np.uint64)
         if self._tickets.get(frame.ticket_id) is None:
             self._tickets[frame.ticket_id] = self._receiver.clock()
-        lent = (window.generations[sources] == said).tolist()
-        outcomes = self._table.adopt_lent(frame.ticket_id, frame.incarnation, entries, lent)
-        blocks = tuple(
-            LentBlock(entry.ordinal, entry.source, entry.source_generation)
-            for entry, outcome in zip(entries, outcomes, strict=True)
-            if outcome is None
-        )
-        if blocks:
-            window.take(len(blocks))
-            self._account(link, frame.ticket_id, len(blocks))
-            self._acks.setdefault(frame.ticket_id, []).extend(block.ordinal for block in blocks)
-            self._listener.blocks_lent(Loan(frame.ticket_id, window, blocks))  # from now on they may come back
-        for entry, outcome in zip(entries, outcomes, strict=True):
-            if outcome is not None:
-                self._answer(link, frame, entry, outcome)
+        lent = window.generations[sources] == said
+        refused = self._table.adopt_lent(frame.ticket_id, frame.incarnation, records, lent)
+        ordinals: list[int] = records["ordinal"].tolist()
+        all_ordinals = ordinals
+        if refused:
+            taken = np.array([place not in refused for place in range(len(ordinals))])
+            sources, said, ordinals = sources[taken], said[taken], records["ordinal"][taken].tolist()
+        if ordinals:
+            window.take(len(ordinals))
+            self._account(link, frame.ticket_id, len(ordinals))
+            self._acks.setdefault(frame.ticket_id, []).extend(ordinals)
+            loan = Loan(frame.ticket_id, window, LentColumns(ordinals, sources, said))
+            self._listener.blocks_lent(loan)  # from now on they may come back
+        for place, error in refused.items():
+            self._answer_refused(link, frame, all_ordinals[place], error)
 
     def _release(self, link: IncomingLink, window: PeerWindow, *, answers: bool = False) -> None:
         """Tell what was given back, of blocks whose ACKs are sent; whoever `answers` says so even of nothing."""
@@ -213,40 +233,32 @@ class ReceiverLink:
         if (fault := link.intake.check(frame)) is not None:
             raise ProtocolError(fault)
 
-    def _begin_write(self, frame: Blocks, entry: BlockEntry) -> WriteGrant | TransferError:
-        """The error says why there is nothing to write."""
-        try:
-            grant = self._table.begin_write(
-                frame.ticket_id, frame.incarnation, entry.ordinal, entry.slot, entry.generation, entry.hash
-            )
-        except TransferError as error:
-            return error
-        if self._tickets.get(frame.ticket_id) is None:
+    def _begin_write(self, frame: Blocks) -> tuple[WriteGrant, Mapping[int, TransferError]]:
+        """The errors say, by their places in the frame, why there is nothing to write."""
+        grant, refused = self._table.begin_write(frame.ticket_id, frame.incarnation, frame.entries)
+        if grant.slots and self._tickets.get(frame.ticket_id) is None:
             self._tickets[frame.ticket_id] = self._receiver.clock()
-        return grant
+        return grant, refused
 
-    def _copy(self, link: IncomingLink, frame: Blocks, grants: Sequence[WriteGrant | TransferError]) -> list[bool]:
-        """Of which grants the slot holds what was sent. Raises what ended the stream."""
-        pool = self._receiver.kv
-        slots = [pool.block(grant.slot) if isinstance(grant, WriteGrant) else None for grant in grants]
-        digests = iter(link.intake.receive_into(frame, slots))
-        return [
-            slot is not None and next(digests) == entry.digest for slot, entry in zip(slots, frame.entries, strict=True)
-        ]
+    def _copy(
+        self, link: IncomingLink, frame: Blocks, grant: WriteGrant, refused: Mapping[int, TransferError]
+    ) -> list[bool]:
+        """Of which slots of the grant hold what was sent. Raises what ended the stream."""
+        pool, entries = self._receiver.kv, frame.entries
+        slots: list[memoryview | None]
+        if refused:
+            slots = [None if i in refused else pool.block(entry.slot) for i, entry in enumerate(entries)]
+            entries = tuple(entry for i, entry in enumerate(entries) if i not in refused)
+        else:
+            slots = [pool.block(slot) for slot in grant.slots]
+        digests = link.intake.receive_into(frame, slots)
+        return [digest == entry.digest for digest, entry in zip(digests, entries, strict=True)]
 
-    def _end_writes(
-        self, frame: Blocks, grants: Sequence[WriteGrant | TransferError], intact: Sequence[bool]
-    ) -> list[WriteOutcome | TransferError]:
-        outcomes: list[WriteOutcome | TransferError] = []
-        for grant, ok in zip(grants, intact, strict=True):
-            if isinstance(grant, TransferError):
-                outcomes.append(grant)
-                continue
-            outcome = self._table.end_write(grant, ok)
-            if outcome is WriteOutcome.LATE:
-                self._counters.add("blocks_late")
-                self._listener.writes_quiet(frame.ticket_id, [grant.slot])
-            outcomes.append(outcome)
+    def _end_write(self, grant: WriteGrant, intact: Sequence[bool]) -> list[WriteOutcome]:
+        outcomes = self._table.end_write(grant, intact)
+        if WriteOutcome.LATE in outcomes:  # all of them are
+            self._counters.add("blocks_late", n=len(grant.slots))
+            self._listener.writes_quiet(grant.ticket_id, grant.slots)
         return outcomes
 
     def _account(self, link: IncomingLink, ticket_id: str, adopted: int) -> None:
@@ -256,36 +268,19 @@ class ReceiverLink:
         self._counters.add_all(transport, {"blocks_adopted": adopted, "bytes_adopted": num_bytes})
         self._receiver.note_adoption(ticket_id, since, adopted, num_bytes, transport)
 
-    def _answer(
-        self,
-        link: IncomingLink,
-        frame: Blocks | Lend,
-        entry: BlockEntry | LoanEntry,
-        outcome: WriteOutcome | TransferError,
-    ) -> None:
-        match outcome:
-            case WriteOutcome.ADOPTED:
-                length, transport = self._receiver.kv.layout.block_bytes, link.intake.transport
-                self._listener.block_adopted(frame.ticket_id, entry.ordinal, length, transport)
-                self._acks.setdefault(frame.ticket_id, []).append(entry.ordinal)
-            case DuplicateBlock():
-                self._counters.add("blocks_duplicate")
-                self._acks.setdefault(frame.ticket_id, []).append(entry.ordinal)
-            case WriteOutcome.REFUSED:
-                self._refuse(link, frame, entry, DigestMismatch(f"block {entry.ordinal} is not what was sent"))
-            case WriteOutcome.LATE:
-                self._refuse(link, frame, entry, StaleTicket(f"ticket {frame.ticket_id} ended during the write"))
-            case TransferError() as error:
-                self._refuse(link, frame, entry, error)
+    def _answer_refused(self, link: IncomingLink, frame: Blocks | Lend, ordinal: int, error: TransferError) -> None:
+        if isinstance(error, DuplicateBlock):
+            self._counters.add("blocks_duplicate")
+            self._acks.setdefault(frame.ticket_id, []).append(ordinal)
+        else:
+            self._refuse(link, frame, ordinal, error)
 
-    def _refuse(
-        self, link: IncomingLink, frame: Blocks | Lend, entry: BlockEntry | LoanEntry, error: TransferError
-    ) -> None:
+    def _refuse(self, link: IncomingLink, frame: Blocks | Lend, ordinal: int, error: TransferError) -> None:
         self._counters.add("blocks_refused", type(error).__name__)
-        self._nack(link, frame.ticket_id, entry.ordinal, error)
+        self._nack(link, frame.ticket_id, ordinal, error)
         self._tickets.pop(frame.ticket_id, None)
         if self._table.progress(frame.ticket_id) is not None:
-            self._listener.block_refused(frame.ticket_id, entry.ordinal, error)
+            self._listener.block_refused(frame.ticket_id, ordinal, error)
 
     def _renew(self, link: IncomingLink, ticket_id: str) -> None:
         try:
@@ -311,8 +306,10 @@ class ReceiverLink:
         nack = Nack(ticket_id=ticket_id, ordinal=ordinal, error=type(error).__name__, message=clipped(str(error)))
         link.connection.send(encode(nack))
 
-    def _unsent_acks(self) -> int:
-        return sum(map(len, self._acks.values()))
+    def _send_acks_if_due(self, link: IncomingLink) -> None:
+        """While more frames are at hand, a few may wait for them."""
+        if self._acks and (sum(map(len, self._acks.values())) >= MAX_UNSENT_ACKS or not link.connection.has_frame()):
+            self._send_acks(link)
 
     def _send_acks(self, link: IncomingLink, *, answers: bool = False) -> None:
         """And what was given back: behind the ACKs, as what was lent a moment ago may be among it."""

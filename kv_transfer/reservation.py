@@ -15,113 +15,37 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
-from typing import NamedTuple
 
-from engine.errors import HashMismatch, InternalError, SlotMismatch, StaleTicket, TransferError
-from kv_transfer.loan_records import LoanEntry
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import InternalError, SlotMismatch, StaleTicket, TransferError
+from kv_transfer.frames import BlockEntry
+from kv_transfer.loan_records import Records
+from kv_transfer.ticket_state import (
+    DuplicateBlock,
+    ExpectedBlock,
+    ReservationStats,
+    Ticket,
+    TicketProgress,
+    WriteGrant,
+    WriteOutcome,
+)
+
+__all__ = [
+    "DuplicateBlock",
+    "ExpectedBlock",
+    "ReservationStats",
+    "ReservationTable",
+    "TicketProgress",
+    "WriteGrant",
+    "WriteOutcome",
+]
 
 MAX_LEASE_S = 5.0
-
-
-class DuplicateBlock(TransferError):
-    """The block is adopted already. Nothing to do; the sender may be told so again."""
-
-
-class BlockState(Enum):
-    EXPECTED = auto()
-    WRITING = auto()
-    ADOPTED = auto()
-
-
-class WriteOutcome(Enum):
-    ADOPTED = auto()
-    REFUSED = auto()
-    """The bytes were not right. The slot is quiet and the block expected again."""
-    LATE = auto()
-    """The ticket had ended. Nothing was adopted, and from now on the slot is quiet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedBlock:
-    ordinal: int
-    """Position in the prompt's block chain."""
-    slot: int
-    generation: int
-    """Of the slot."""
-    hash: bytes
-    """Chained content hash, 32 bytes."""
-
-
-class WriteGrant(NamedTuple):
-    """Leave to write one slot, until `end_write`. Its holder must call that, whatever happens."""
-
-    serial: int
-    ticket_id: str
-    ordinal: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class TicketProgress:
-    total: int
-    adopted: int
-    writing: int
-
-    @property
-    def complete(self) -> bool:
-        return self.adopted == self.total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReservationStats:
-    open: int
-    """Tickets now."""
-    ending: int
-    """Tickets that are over, but have a slot that is still being written."""
-    opened: int
-    closed: int
-    expired: int
-    adopted: int
-    """Blocks."""
-    duplicate: int
-    late: int
-    """Writes that ended after their ticket."""
-    refused: Mapping[str, int]
-    """Blocks, by class of error."""
-
-
-@dataclass(slots=True)
-class _Ticket:
-    ticket_id: str
-    blocks: dict[int, ExpectedBlock]
-    states: dict[int, BlockState]
-    lease_until: float
-    last: int
-    """Ordinal of the last block."""
-    adopted: int = 0
-    over: bool = False
-    sources: set[int] = field(default_factory=set)
-    """Blocks of the sender that were lent for it."""
-
-    @property
-    def complete(self) -> bool:
-        return self.adopted == len(self.blocks)
-
-    def writing(self) -> frozenset[int]:
-        """Slots, not ordinals."""
-        return self._slots(lambda state: state is BlockState.WRITING)
-
-    def unadopted(self) -> frozenset[int]:
-        """Slots of the blocks that are still to come, or coming."""
-        return self._slots(lambda state: state is not BlockState.ADOPTED)
-
-    def _slots(self, wanted: Callable[[BlockState], bool]) -> frozenset[int]:
-        return frozenset(self.blocks[ordinal].slot for ordinal, state in self.states.items() if wanted(state))
 
 
 class ReservationTable:
@@ -146,11 +70,11 @@ class ReservationTable:
         self.incarnation = incarnation
         self.lease_s = lease_s
         self._lock = threading.Lock()
-        self._open: dict[str, _Ticket] = {}
-        self._ending: dict[str, _Ticket] = {}
+        self._open: dict[str, Ticket] = {}
+        self._ending: dict[str, Ticket] = {}
         self._claimed: dict[int, str] = {}
-        self._grants: dict[int, tuple[_Ticket, WriteGrant]] = {}
-        self._leases: list[tuple[float, int, _Ticket]] = []
+        self._grants: dict[int, tuple[Ticket, WriteGrant]] = {}
+        self._leases: list[tuple[float, int, Ticket]] = []
         self._serial = count()
         self._counts: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -161,9 +85,8 @@ class ReservationTable:
         All or nothing: on an error the table is unchanged. Raises `StaleTicket` if the id is in use and
         `SlotMismatch` if a slot or an ordinal is named twice, or a slot is another ticket's or not yet quiet.
         """
-        expected = {block.ordinal: block for block in blocks}
         slots = {block.slot for block in blocks}
-        if len(expected) != len(blocks) or len(slots) != len(blocks):
+        if len({block.ordinal for block in blocks}) != len(blocks) or len(slots) != len(blocks):
             raise SlotMismatch(f"ticket {ticket_id} names a slot or an ordinal twice")
         with self._lock:
             if ticket_id in self._open or ticket_id in self._ending:
@@ -171,8 +94,7 @@ class ReservationTable:
             for slot in slots:
                 if slot in self._claimed:
                     raise SlotMismatch(f"slot {slot} is not quiet: it belongs to ticket {self._claimed[slot]}")
-            states = dict.fromkeys(expected, BlockState.EXPECTED)
-            ticket = _Ticket(ticket_id, expected, states, lease_until, max(expected, default=-1))
+            ticket = Ticket(ticket_id, blocks, lease_until)
             self._open[ticket_id] = ticket
             self._claimed.update(dict.fromkeys(slots, ticket_id))
             self._counts["opened"] += 1
@@ -180,73 +102,83 @@ class ReservationTable:
                 heapq.heappush(self._leases, (lease_until, next(self._serial), ticket))
 
     def begin_write(
-        self, ticket_id: str, incarnation: str, ordinal: int, slot: int, generation: int, hash: bytes
-    ) -> WriteGrant:
-        """Leave to write the slot of a block; the slot is busy until `end_write`.
+        self, ticket_id: str, incarnation: str, entries: Sequence[BlockEntry]
+    ) -> tuple[WriteGrant, Mapping[int, TransferError]]:
+        """Leave to write the slots of some blocks; they are busy until `end_write`.
 
-        Raises `StaleTicket` (unknown, over, or of another incarnation), `SlotMismatch` (not this ordinal, slot or
-        generation, or somebody is writing it), `HashMismatch`, `DuplicateBlock` (adopted). Then nothing is granted.
+        Those that may not be written are not in the grant, and here by their place in `entries`: with `StaleTicket`
+        (unknown, over, or of another incarnation), `SlotMismatch` (not this ordinal, slot or generation, or somebody
+        is writing it), `HashMismatch`, or `DuplicateBlock` (adopted).
         """
+        refused: dict[int, TransferError] = {}
+        granted: list[BlockEntry] = []
         with self._lock:
-            try:
-                ticket = self._find(ticket_id, incarnation)
-                self._compare(ticket, ordinal, slot, generation, hash)
-            except DuplicateBlock:
-                self._counts["duplicate"] += 1
-                raise
-            except TransferError as error:
-                self._refused[type(error).__name__] += 1
-                raise
-            ticket.states[ordinal] = BlockState.WRITING
-            grant = WriteGrant(next(self._serial), ticket_id, ordinal, slot)
-            self._grants[grant.serial] = (ticket, grant)
-            return grant
+            ticket: Ticket | None = None
+            for place, entry in enumerate(entries):
+                try:
+                    ticket = ticket or self._find(ticket_id, incarnation)
+                    ticket.check(entry.ordinal, entry.slot, entry.generation, entry.hash)
+                except TransferError as error:
+                    refused[place] = self._refuse(error)
+                else:
+                    ticket.expected.remove(entry.ordinal)
+                    ticket.writing.add(entry.ordinal)
+                    granted.append(entry)
+            ordinals, slots = tuple(entry.ordinal for entry in granted), tuple(entry.slot for entry in granted)
+            grant = WriteGrant(next(self._serial), ticket_id, ordinals, slots)
+            if ticket is not None and granted:
+                self._grants[grant.serial] = (ticket, grant)
+        return grant, refused
 
-    def end_write(self, grant: WriteGrant, ok: bool) -> WriteOutcome:
-        """Give a grant back. `ok`: the slot holds exactly the bytes that were sent.
+    def end_write(self, grant: WriteGrant, intact: Sequence[bool]) -> list[WriteOutcome]:
+        """Give a grant back. `intact`: which of its slots hold exactly the bytes that were sent.
 
-        On `LATE` the caller must report the slot as quiet. Raises `InternalError` if the grant was given back before.
+        Where it is `LATE` the caller must report the slot as quiet. Raises `InternalError` if the grant was given back
+        before.
         """
+        if not grant.ordinals:
+            return []
         with self._lock:
             ticket, _ = self._grants.pop(grant.serial, (None, None))
             if ticket is None:
-                raise InternalError(f"grant {grant.serial} on slot {grant.slot} is not open")
-            ticket.states[grant.ordinal] = BlockState.EXPECTED
+                raise InternalError(f"grant {grant.serial} on slots {grant.slots} is not open")
+            ticket.writing.difference_update(grant.ordinals)
+            ticket.expected.update(grant.ordinals)
             if ticket.over:
-                self._counts["late"] += 1
-                del self._claimed[grant.slot]
-                if not ticket.writing():
-                    del self._ending[ticket.ticket_id]
-                return WriteOutcome.LATE
-            if not ok:
-                self._refused["DigestMismatch"] += 1
-                return WriteOutcome.REFUSED
-            self._adopted(ticket, grant.ordinal, grant.slot)
-            return WriteOutcome.ADOPTED
+                self._quiet(ticket, grant.slots)
+                return [WriteOutcome.LATE] * len(grant.slots)
+            if all(intact):
+                self._adopt(ticket, grant.ordinals, grant.slots)
+                return [WriteOutcome.ADOPTED] * len(grant.slots)
+            for ordinal, slot, ok in zip(grant.ordinals, grant.slots, intact, strict=True):
+                if ok:
+                    self._adopt(ticket, (ordinal,), (slot,))
+                else:
+                    self._refused["DigestMismatch"] += 1
+            return [WriteOutcome.ADOPTED if ok else WriteOutcome.REFUSED for ok in intact]
 
     def adopt_lent(
-        self, ticket_id: str, incarnation: str, entries: Sequence[LoanEntry], lent: Sequence[bool]
-    ) -> list[TransferError | None]:
-        """Adopt blocks that can be read where they are, or say why not. `lent`: which of them are there still. Not
-        lent are the last of a ticket, as its request writes into it, and one block twice."""
-        outcomes: list[TransferError | None] = []
+        self, ticket_id: str, incarnation: str, records: Records, lent: npt.NDArray[np.bool_]
+    ) -> Mapping[int, TransferError]:
+        """Adopt blocks that can be read where they are, or say why not, by their places. `lent`: which of them are
+        there still. Not lent are the last of a ticket, as its request writes into it, and one block twice."""
+        refused: dict[int, TransferError] = {}
         with self._lock:
-            for entry, holds in zip(entries, lent, strict=True):
+            ticket = self._open.get(ticket_id)
+            if ticket is not None and incarnation == self.incarnation and ticket.takes_all(records, lent):
+                self._adopt(ticket, records["ordinal"].tolist(), records["slot"].tolist(), records["source"].tolist())
+                return refused
+            for place, (record, holds) in enumerate(zip(records.tolist(), lent.tolist(), strict=True)):
+                ordinal, slot, generation, _, source, content_hash = record
                 try:
                     ticket = self._find(ticket_id, incarnation)
-                    self._compare(ticket, entry.ordinal, entry.slot, entry.generation, entry.hash)
-                    self._check_lent(ticket, entry, holds)
-                except DuplicateBlock as error:
-                    self._counts["duplicate"] += 1
-                    outcomes.append(error)
+                    ticket.check(ordinal, slot, generation, content_hash)
+                    ticket.check_lent(ordinal, source, holds)
                 except TransferError as error:
-                    self._refused[type(error).__name__] += 1
-                    outcomes.append(error)
+                    refused[place] = self._refuse(error)
                 else:
-                    self._adopted(ticket, entry.ordinal, entry.slot)
-                    ticket.sources.add(entry.source)
-                    outcomes.append(None)
-        return outcomes
+                    self._adopt(ticket, (ordinal,), (slot,), (source,))
+        return refused
 
     def renew(self, ticket_id: str, now: float) -> None:
         """Extend a lease to `now` + `lease_s`. Raises `StaleTicket` if the ticket is unknown or over."""
@@ -265,7 +197,7 @@ class ReservationTable:
             if ticket is not None:
                 self._end(ticket, "closed")
             ending = self._ending.get(ticket_id)
-            return ending.writing() if ending is not None else frozenset()
+            return ending.slots(ending.writing) if ending is not None else frozenset()
 
     def expire(self, now: float) -> list[str]:
         """End the tickets that miss blocks and whose lease ran out by `now`, and return their ids."""
@@ -288,7 +220,7 @@ class ReservationTable:
             ticket = self._open.get(ticket_id)
             if ticket is None:
                 return None
-            return TicketProgress(len(ticket.blocks), ticket.adopted, len(ticket.writing()))
+            return TicketProgress(len(ticket.blocks), ticket.adopted, len(ticket.writing))
 
     def missing(self, ticket_id: str) -> tuple[int, ...]:
         """Ordinals of an open ticket that are not adopted, ascending; empty if the ticket is not open."""
@@ -296,7 +228,7 @@ class ReservationTable:
             ticket = self._open.get(ticket_id)
             if ticket is None:
                 return ()
-            return tuple(sorted(o for o, state in ticket.states.items() if state is not BlockState.ADOPTED))
+            return tuple(sorted(ticket.expected | ticket.writing))
 
     def stats(self) -> ReservationStats:
         with self._lock:
@@ -312,34 +244,31 @@ class ReservationTable:
     def check_integrity(self) -> None:
         with self._lock:
             tickets = [*self._open.values(), *self._ending.values()]
-            granted = Counter((ticket.ticket_id, grant.ordinal) for ticket, grant in self._grants.values())
-            writing = Counter(
-                (ticket.ticket_id, ordinal)
-                for ticket in tickets
-                for ordinal, state in ticket.states.items()
-                if state is BlockState.WRITING
+            granted = Counter(
+                (ticket.ticket_id, ordinal) for ticket, grant in self._grants.values() for ordinal in grant.ordinals
             )
+            writing = Counter((ticket.ticket_id, ordinal) for ticket in tickets for ordinal in ticket.writing)
             assert granted == writing, f"grants {granted} are not the blocks being written {writing}"
             assert all(n == 1 for n in granted.values()), "two grants on one block"
             claimed = [
                 (slot, ticket.ticket_id)
                 for ticket in tickets
-                for slot in (ticket.writing() if ticket.over else ticket.unadopted())
+                for slot in (ticket.slots(ticket.writing) if ticket.over else ticket.unadopted())
             ]
             assert len(dict(claimed)) == len(claimed), "a slot belongs to two tickets"
             assert dict(claimed) == self._claimed, "claimed slots are not those of the tickets"
-            assert all(ticket.over and ticket.writing() for ticket in self._ending.values()), "a quiet ticket lingers"
+            assert all(ticket.over and ticket.writing for ticket in self._ending.values()), "a quiet ticket lingers"
             assert not any(ticket.over for ticket in self._open.values())
             ended = self._counts["closed"] + self._counts["expired"]
             assert self._counts["opened"] == ended + len(self._open), "a ticket ended twice, or never"
             entries = Counter(id(ticket) for _, _, ticket in self._leases)
             for ticket in self._open.values():
                 assert entries[id(ticket)] == 1 or ticket.complete, f"ticket {ticket.ticket_id} has no armed lease"
-                adopted = sum(state is BlockState.ADOPTED for state in ticket.states.values())
-                assert adopted == ticket.adopted
+                assert ticket.expected.isdisjoint(ticket.writing)
+                assert ticket.expected | ticket.writing <= ticket.blocks.keys()
             assert all(until <= ticket.lease_until for until, _, ticket in self._leases)
 
-    def _find(self, ticket_id: str, incarnation: str) -> _Ticket:
+    def _find(self, ticket_id: str, incarnation: str) -> Ticket:
         ticket = self._open.get(ticket_id)
         if ticket is None:
             raise StaleTicket(f"ticket {ticket_id} is unknown or over")
@@ -347,43 +276,36 @@ class ReservationTable:
             raise StaleTicket(f"ticket {ticket_id} is named with incarnation {incarnation}, this is {self.incarnation}")
         return ticket
 
-    def _compare(self, ticket: _Ticket, ordinal: int, slot: int, generation: int, hash: bytes) -> None:
-        expected = ticket.blocks.get(ordinal)
-        if expected is None:
-            raise SlotMismatch(f"ticket {ticket.ticket_id} does not ask for block {ordinal}")
-        if (slot, generation) != (expected.slot, expected.generation):
-            raise SlotMismatch(
-                f"block {ordinal} of ticket {ticket.ticket_id} does not go to slot {slot} generation {generation}"
-            )
-        if hash != expected.hash:
-            # The message travels to the peer: what is expected stays with us.
-            raise HashMismatch(f"block {ordinal} of ticket {ticket.ticket_id} has not hash {hash.hex()}")
-        match ticket.states[ordinal]:
-            case BlockState.ADOPTED:
-                raise DuplicateBlock(f"block {ordinal} of ticket {ticket.ticket_id} is adopted already")
-            case BlockState.WRITING:
-                raise SlotMismatch(f"block {ordinal} of ticket {ticket.ticket_id} is being written")
+    def _refuse(self, error: TransferError) -> TransferError:
+        if isinstance(error, DuplicateBlock):
+            self._counts["duplicate"] += 1
+        else:
+            self._refused[type(error).__name__] += 1
+        return error
 
-    def _check_lent(self, ticket: _Ticket, entry: LoanEntry, holds: bool) -> None:
-        if not holds:
-            raise SlotMismatch(f"block {entry.ordinal} of ticket {ticket.ticket_id} was reused before it was adopted")
-        if entry.ordinal == ticket.last or entry.source in ticket.sources:
-            raise SlotMismatch(f"block {entry.ordinal} of ticket {ticket.ticket_id} cannot be lent")
+    def _adopt(
+        self, ticket: Ticket, ordinals: Sequence[int], slots: Sequence[int], sources: Sequence[int] = ()
+    ) -> None:
+        ticket.adopt(ordinals, sources)
+        for slot in slots:
+            del self._claimed[slot]
+        self._counts["adopted"] += len(slots)
 
-    def _adopted(self, ticket: _Ticket, ordinal: int, slot: int) -> None:
-        ticket.states[ordinal] = BlockState.ADOPTED
-        ticket.adopted += 1
-        del self._claimed[slot]
-        self._counts["adopted"] += 1
+    def _quiet(self, ticket: Ticket, slots: Sequence[int]) -> None:
+        """Nobody writes any more into these slots of a ticket that is over."""
+        self._counts["late"] += len(slots)
+        for slot in slots:
+            del self._claimed[slot]
+        if not ticket.writing:
+            del self._ending[ticket.ticket_id]
 
-    def _end(self, ticket: _Ticket, how: str) -> None:
+    def _end(self, ticket: Ticket, how: str) -> None:
         ticket.over = True
         del self._open[ticket.ticket_id]
         self._counts[how] += 1
-        writing = ticket.writing()
-        for slot in ticket.unadopted() - writing:
+        for slot in ticket.slots(ticket.expected):
             del self._claimed[slot]
-        if writing:
+        if ticket.writing:
             self._ending[ticket.ticket_id] = ticket
 
     def _earliest_lease(self) -> float | None:

@@ -7,6 +7,7 @@ from typing import Protocol
 from engine import errors
 from engine.errors import EngineError, TransferError
 from kv_transfer.frames import Nack
+from kv_transfer.outgoing import OutgoingBlock
 from kv_transfer.stats import TransferStats
 
 
@@ -18,6 +19,11 @@ class SenderListener(Protocol):
 
     def transfer_failed(self, request_id: str, error: EngineError) -> None:
         """`TransferError`, or `RequestCancelled` after `abort`, or `DeadlineExceeded`."""
+        ...
+
+    def block_doubted(self, block: OutgoingBlock) -> None:
+        """A receiver got other bytes than were announced, and its transfer fails. Either the way or `block` is to
+        blame: see `KvSender.is_damaged`. Until that is known nobody should be sent a digest that is taken anew."""
         ...
 
     def loan_over(self, request_id: str, count: int) -> None:

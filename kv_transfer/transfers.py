@@ -5,102 +5,33 @@ Decides only. `kv_transfer.sender` does what it says, tells it what came of that
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+
+import numpy as np
 
 from engine.errors import (
     DeadlineExceeded,
     EngineError,
     InternalError,
     LinkClosed,
-    ProtocolError,
     RequestCancelled,
     SlotMismatch,
 )
-from engine.kv_layout import KvLayout
 from kv_transfer.frames import MAX_GROUP_BLOCKS, MAX_LENT_BLOCKS, MAX_RENEWED_TICKETS, Abort, Finish, Frame, Lend, Renew
-from kv_transfer.identity import ADOPT, MAX_ID_BYTES
+from kv_transfer.identity import ADOPT
+from kv_transfer.in_flight import InFlight
 from kv_transfer.link import LinkSettings
-from kv_transfer.loan_records import LoanEntry, pack_loans
 from kv_transfer.loans import OutgoingLoans
+from kv_transfer.outgoing import LendableBlocks, Outcome, OutgoingBlock, Places, SendBlocks, SendLoan, Step, TicketInfo
 from kv_transfer.stats import TransferStats
 
 _GROUP_BYTES = 16 * 1024 * 1024
 """At most: enough to hide what a group costs (0.1 ms at the receiver, whose caches the copy before it has emptied)."""
 _FIRST_GROUP_BYTES = 1024 * 1024
 """While nothing is in flight: the receiver has nothing to do until the first group was prepared."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TicketInfo:
-    """What a decode worker's ticket says to the prefill worker. Raises `ProtocolError` if it cannot be one."""
-
-    ticket_id: str
-    worker_id: str
-    incarnation: str
-    endpoint: bytes
-    """An encoded `LinkEndpoint`."""
-    blocks: Mapping[int, tuple[int, int]]
-    """Ordinal -> (slot, generation)."""
-    lease_s: float
-    layout: KvLayout | None = None
-    """Of the receiver's blocks; None: they are as the sender's."""
-
-    def __post_init__(self) -> None:
-        for name in ("ticket_id", "worker_id", "incarnation"):
-            if not 0 < len(getattr(self, name).encode("utf-8", "replace")) <= MAX_ID_BYTES:
-                raise ProtocolError(f"a ticket's {name} must have 1 to {MAX_ID_BYTES} bytes")
-        if not self.lease_s > 0:
-            raise ProtocolError(f"a ticket's lease_s must be positive, got {self.lease_s}")
-        for ordinal, (slot, generation) in self.blocks.items():
-            if not (0 <= ordinal < 1 << 32 and 0 <= slot < 1 << 32 and 0 <= generation < 1 << 64):
-                raise ProtocolError(f"a ticket asks for block {ordinal} in slot {slot} generation {generation}")
-
-
-@dataclass(frozen=True, slots=True)
-class OutgoingBlock:
-    ordinal: int
-    source_block: int
-    """Block id in the prefill worker's pool."""
-    hash: bytes
-    more_blocks: tuple[int, ...] = ()
-    """Those that follow it in the sequence, where the receiver's block takes tokens from several of ours."""
-    generation: int | None = None
-    """Of `source_block`, if the block is that one alone and full: its bytes stay as they are until this changes."""
-    lendable: bool = False
-    """The receiver may read it where it is: then the engine holds it until that is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendBlocks:
-    """Send this group of blocks, then call `sent`. Their sources are read until then."""
-
-    request_id: str
-    ticket_id: str
-    incarnation: str
-    blocks: tuple[OutgoingBlock, ...]
-    places: tuple[tuple[int, int], ...]
-    """(slot, generation) of each."""
-    lend: bool = False
-    """Do not send them: say where they are."""
-
-    def loan(self) -> Lend:
-        entries = (
-            LoanEntry(block.ordinal, *place, block.generation or 0, block.source_block, block.hash)
-            for block, place in zip(self.blocks, self.places, strict=True)
-        )
-        return Lend(ticket_id=self.ticket_id, incarnation=self.incarnation, records=pack_loans(entries))
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a transfer ended. Its source blocks are not read any more."""
-
-    request_id: str
-    error: EngineError | None
-    stats: TransferStats
 
 
 @dataclass(slots=True)
@@ -111,7 +42,8 @@ class _Transfer:
     unsent: set[int]
     """Ordinals that the ticket asks for and nobody has given us yet."""
     unacked: set[int]
-    queued: deque[OutgoingBlock] = field(default_factory=deque)
+    places: Places
+    queued: deque[OutgoingBlock | LendableBlocks] = field(default_factory=deque)
     writing: bool = False
     """The writer has blocks of it in hand."""
     finished: bool = False
@@ -146,11 +78,8 @@ class OutgoingTransfers:
         self._by_ticket: dict[str, _Transfer] = {}
         self._turn: deque[_Transfer] = deque()
         self._control: deque[Frame] = deque()
-        self._in_flight: OrderedDict[tuple[str, int], None] = OrderedDict()
-        """(ticket, ordinal) of every block that is not answered yet, in the order of sending."""
-        self._progress_at = 0.0
-        """When the first of `_in_flight` became the first. Answers come in order, so it is the next to be answered,
-        and others' answers do not excuse its lack."""
+        self._in_flight = InFlight[OutgoingBlock | None]()
+        """None: it is lent."""
         self._renew_at: float | None = None
         self._next_deadline: float | None = None
         self._outcomes: deque[Outcome] = deque()
@@ -162,7 +91,8 @@ class OutgoingTransfers:
         """Raises `InternalError` if the request or the ticket is open already; nothing changes then."""
         if request_id in self._by_request or ticket.ticket_id in self._by_ticket:
             raise InternalError(f"request {request_id}, ticket {ticket.ticket_id} has an open transfer already")
-        transfer = _Transfer(request_id, ticket, deadline, set(ticket.blocks), set(ticket.blocks))
+        places = Places.of(ticket.blocks if ADOPT in self._settings.transports else {})
+        transfer = _Transfer(request_id, ticket, deadline, set(ticket.blocks), set(ticket.blocks), places)
         self._by_request[request_id] = self._by_ticket[ticket.ticket_id] = transfer
         self._control.append(Renew(ticket_ids=(ticket.ticket_id,)))
         self._renew_at = _earlier(self._renew_at, now + ticket.lease_s / 3)
@@ -172,19 +102,34 @@ class OutgoingTransfers:
         """Queue what the ticket asks for and has not been given; the rest, and all for an ended request, is ignored."""
         transfer = self._by_request.get(request_id)
         if transfer is None or transfer.error is not None:
-            self.loans.refuse(request_id, blocks)
             return
-        idle = not transfer.queued
         wanted: list[OutgoingBlock] = []
-        unwanted: list[OutgoingBlock] = []
         for block in blocks:
-            (wanted if block.ordinal in transfer.unsent else unwanted).append(block)
-            transfer.unsent.discard(block.ordinal)
-        transfer.queued.extend(wanted)
-        self.loans.hold(transfer.ticket.ticket_id, request_id, wanted)
-        self.loans.refuse(request_id, unwanted)
-        if idle and transfer.queued:
+            if block.ordinal in transfer.unsent:
+                transfer.unsent.remove(block.ordinal)
+                wanted.append(block)
+        self._queue(transfer, wanted)
+
+    def lend(self, request_id: str, blocks: LendableBlocks) -> None:
+        """As `send`, of blocks that the receiver may read where they are. Over another transport they are sent."""
+        transfer = self._by_request.get(request_id)
+        if transfer is None or transfer.error is not None:
+            self.loans.refuse(request_id, len(blocks))
+            return
+        ordinals: list[int] = blocks.ordinals.tolist()
+        if not transfer.unsent.issuperset(ordinals):
+            kept = np.array([ordinal in transfer.unsent for ordinal in ordinals])
+            self.loans.refuse(request_id, len(ordinals) - int(kept.sum()))
+            blocks = blocks.only(kept)
+            ordinals = blocks.ordinals.tolist()
+        transfer.unsent.difference_update(ordinals)
+        self.loans.hold(transfer.ticket.ticket_id, request_id, ordinals)
+        self._queue(transfer, [blocks] if ordinals else [])
+
+    def _queue(self, transfer: _Transfer, blocks: Sequence[OutgoingBlock | LendableBlocks]) -> None:
+        if blocks and not transfer.queued:
             self._turn.append(transfer)
+        transfer.queued.extend(blocks)
 
     def finish(self, request_id: str) -> None:
         """No more blocks will come. A transfer that still lacks one fails with `SlotMismatch`."""
@@ -202,12 +147,12 @@ class OutgoingTransfers:
         if transfer is not None:
             self._abort(transfer, RequestCancelled("the transfer was aborted"))
 
-    def next_step(self, now: float) -> SendBlocks | Frame | None:
+    def next_step(self, now: float) -> Step | None:
         """What to send now, or None: then wait until something happens, or `next_wake`.
 
         Raises `LinkClosed` if the receiver has not answered the block that is due for too long.
         """
-        if self._in_flight and now >= self._progress_at + self._settings.progress_timeout_s:
+        if self._in_flight and now >= self._in_flight.progress_at + self._settings.progress_timeout_s:
             raise LinkClosed(f"the block that is due was not answered for {self._settings.progress_timeout_s:g} s")
         self._end_overdue(now)
         self._renew(now)
@@ -217,43 +162,70 @@ class OutgoingTransfers:
             return question
         if not self._turn:
             return None
-        if self._lends(self._turn[0].queued[0]):
-            return self._take_group(MAX_LENT_BLOCKS, now, lend=True)
+        if self.transport == ADOPT and isinstance(self._turn[0].queued[0], LendableBlocks):
+            return self._take_loan(now)
         room = self._settings.max_unacked_bytes // self._block_bytes - len(self._in_flight)
         if self._in_flight and room < 1:
             return None
-        return self._take_group(min(self._most(self._turn[0].queued), max(1, room)), now)
+        return self._take_group(max(1, room), now)
+
+    def is_light(self) -> bool:
+        """Whether `next_step` gives nothing that must be read first: frames alone, and blocks whose digest is known."""
+        if self._control or not self._turn:
+            return True
+        head = self._turn[0].queued[0]
+        return self.transport == ADOPT if isinstance(head, LendableBlocks) else self._is_known(head)
 
     def _most(self, queued: Sequence[OutgoingBlock]) -> int:
         """Blocks of the next group. Where there is nothing to prepare, nobody waits for a large one."""
-        known = sum(1 for _ in takewhile(self._is_known, islice(queued, self.group_blocks)))
+        known = sum(1 for _ in takewhile(self._is_known, queued))
         return known or min(self.group_blocks, max(self._first_group_blocks, 2 * len(self._in_flight)))
 
-    def _lends(self, block: OutgoingBlock) -> bool:
-        return self.transport == ADOPT and block.lendable
+    def _take_loan(self, now: float) -> SendLoan:
+        transfer = self._turn.popleft()
+        head = transfer.queued.popleft()
+        assert isinstance(head, LendableBlocks)
+        blocks, rest = head.parted(MAX_LENT_BLOCKS) if len(head) > MAX_LENT_BLOCKS else (head, None)
+        if rest is not None:
+            transfer.queued.appendleft(rest)
+        self._leave(transfer, dict.fromkeys(blocks.ordinals.tolist()), now)
+        ticket = transfer.ticket
+        records = transfer.places.records(blocks)
+        frame = Lend(ticket_id=ticket.ticket_id, incarnation=ticket.incarnation, records=records)
+        return SendLoan(transfer.request_id, frame)
 
-    def _take_group(self, most: int, now: float, *, lend: bool = False) -> SendBlocks:
-        """The first blocks of who is next, those that are lent and those that are not in groups of their own."""
+    def _take_group(self, room: int, now: float) -> SendBlocks:
+        """The first blocks of who is next."""
         transfer = self._turn.popleft()
         ticket, queued = transfer.ticket, transfer.queued
-        taken: list[OutgoingBlock] = []
-        while queued and len(taken) < most and self._lends(queued[0]) == lend:
-            taken.append(queued.popleft())
-        group = tuple(taken)
-        if queued:
+        if isinstance(queued[0], LendableBlocks):
+            self._copy_instead(transfer)
+        ready = list(_copied(islice(queued, self.group_blocks)))
+        group = tuple(ready[: min(self._most(ready), room)])
+        for _ in group:
+            queued.popleft()
+        self._leave(transfer, {block.ordinal: block for block in group}, now)
+        places = tuple(ticket.blocks[block.ordinal] for block in group)
+        return SendBlocks(transfer.request_id, ticket.ticket_id, ticket.incarnation, group, places)
+
+    def _copy_instead(self, transfer: _Transfer) -> None:
+        """The next blocks of `transfer` cannot be lent over this link."""
+        head = transfer.queued.popleft()
+        assert isinstance(head, LendableBlocks)
+        blocks = head.singly()
+        self.loans.drop(transfer.ticket.ticket_id, [block.ordinal for block in blocks])
+        transfer.queued.extendleft(reversed(blocks))
+
+    def _leave(self, transfer: _Transfer, blocks: dict[int, OutgoingBlock | None], now: float) -> None:
+        """They are sent now."""
+        if transfer.queued:
             self._turn.append(transfer)
-        if not self._in_flight:
-            self._progress_at = now
-        self._in_flight.update(((ticket.ticket_id, block.ordinal), None) for block in group)
+        self._in_flight.add(transfer.ticket.ticket_id, blocks, now)
         transfer.writing = True
         if transfer.first_sent is None:
             transfer.first_sent = now
-        places = tuple(ticket.blocks[block.ordinal] for block in group)
-        if not lend:
-            self.loans.drop(ticket.ticket_id, [block.ordinal for block in group])
-        return SendBlocks(transfer.request_id, ticket.ticket_id, ticket.incarnation, group, places, lend)
 
-    def sent(self, step: SendBlocks) -> None:
+    def sent(self, step: SendBlocks | SendLoan) -> None:
         """The writer is done with `step`."""
         transfer = self._by_request[step.request_id]
         transfer.writing = False
@@ -265,29 +237,25 @@ class OutgoingTransfers:
     def next_wake(self) -> float | None:
         wake = _earlier(_earlier(self._renew_at, self._next_deadline), self.loans.next_wake())
         if self._in_flight:
-            wake = _earlier(wake, self._progress_at + self._settings.progress_timeout_s)
+            wake = _earlier(wake, self._in_flight.progress_at + self._settings.progress_timeout_s)
         return wake
 
     def acked(self, ticket_id: str, ordinals: Sequence[int], now: float) -> int:
         """Returns how many of the acknowledgements were of something that is over."""
-        ignored = 0
         transfer = self._by_ticket.get(ticket_id)
-        for ordinal in ordinals:
-            if not self._answered(ticket_id, ordinal, now):
-                ignored += 1
-                continue
-            self.loans.acked(ticket_id, ordinal, now)
-            if transfer is not None:
-                transfer.unacked.discard(ordinal)
-                transfer.last_acked = now
-        if transfer is not None and transfer.error is None:
-            self._conclude(transfer)
-        return ignored
+        answered = self._in_flight.answered(ticket_id, ordinals, now)
+        self.loans.acked(ticket_id, answered, now)
+        if transfer is not None and answered:
+            transfer.unacked -= answered
+            transfer.last_acked = now
+            if transfer.error is None:
+                self._conclude(transfer)
+        return len(ordinals) - len(answered)
 
     def nacked(self, ticket_id: str, ordinal: int | None, error: EngineError, now: float) -> bool:
         """A block, or (None) the ticket, was refused. Returns whether that still mattered."""
         if ordinal is not None:
-            if not self._answered(ticket_id, ordinal, now):
+            if not self._in_flight.answered(ticket_id, (ordinal,), now):
                 return False
             self.loans.drop(ticket_id, (ordinal,))
         transfer = self._by_ticket.get(ticket_id)
@@ -296,6 +264,10 @@ class OutgoingTransfers:
             return False
         self._fail(transfer, error)
         return True
+
+    def sent_block(self, ticket_id: str, ordinal: int | None) -> OutgoingBlock | None:
+        """That is in flight under this number."""
+        return None if ordinal is None else self._in_flight.get(ticket_id, ordinal)
 
     def fail_all(self, error: EngineError) -> None:
         """The link is over, and nobody has a block in hand any more."""
@@ -314,16 +286,6 @@ class OutgoingTransfers:
         """A transfer that ended; each exactly once."""
         return self._outcomes.popleft() if self._outcomes else None
 
-    def _answered(self, ticket_id: str, ordinal: int, now: float) -> bool:
-        """Take a block out of flight. False if it is not in flight."""
-        key = (ticket_id, ordinal)
-        if key not in self._in_flight:
-            return False
-        if next(iter(self._in_flight)) == key:
-            self._progress_at = now
-        del self._in_flight[key]
-        return True
-
     def _abort(self, transfer: _Transfer, error: EngineError) -> None:
         if transfer.error is None:
             self._control.append(Abort(ticket_id=transfer.ticket.ticket_id))
@@ -333,7 +295,9 @@ class OutgoingTransfers:
         if transfer.error is None:
             transfer.error = error
         if transfer.queued:
-            self.loans.drop(transfer.ticket.ticket_id, [block.ordinal for block in transfer.queued])
+            for blocks in transfer.queued:
+                if isinstance(blocks, LendableBlocks):
+                    self.loans.drop(transfer.ticket.ticket_id, blocks.ordinals.tolist())
             transfer.queued.clear()
             self._turn.remove(transfer)
         if not transfer.writing:
@@ -379,6 +343,14 @@ class OutgoingTransfers:
         for start in range(0, len(ids), MAX_RENEWED_TICKETS):
             self._control.append(Renew(ticket_ids=tuple(ids[start : start + MAX_RENEWED_TICKETS])))
         self._renew_at = now + min(ticket.lease_s for ticket in waiting) / 3 if waiting else None
+
+
+def _copied(queued: Iterable[OutgoingBlock | LendableBlocks]) -> Iterator[OutgoingBlock]:
+    """The first of these, as far as they are not lent."""
+    for block in queued:
+        if isinstance(block, LendableBlocks):
+            return
+        yield block
 
 
 def _earlier(a: float | None, b: float | None) -> float | None:

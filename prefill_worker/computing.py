@@ -5,21 +5,26 @@ Every method of `PromptComputer` runs on the engine thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.block_table_checks import NO_BLOCK
-from engine.engine import Engine, StepOutput
+from engine.engine import Engine, RequestUpdate, StepOutput
 from engine.lending import LendingBlockManager
 from engine.request import Request
 from kv_transfer.sender import KvSender, OutgoingBlock
 from prefill_worker.shipment import Shipment
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class _Sending:
     request: Request
     shipment: Shipment
+    num_digested: int = 0
+    """Blocks of the prompt, from the first on, that were found in the cache or have their digest."""
 
 
 class PromptComputer:
@@ -30,10 +35,15 @@ class PromptComputer:
     """
 
     def __init__(
-        self, sender: KvSender, generation: Callable[[int], int], lender: LendingBlockManager | None = None
+        self,
+        sender: KvSender,
+        generation: Callable[[int], int],
+        block_size: int,
+        lender: LendingBlockManager | None = None,
     ) -> None:
         """`generation`: of a block of the engine. `lender`: of the engine, if it lends blocks."""
         self._sender = sender
+        self._block_size = block_size
         self._generation = generation
         self._lender = lender
         self._sending: dict[str, _Sending] = {}
@@ -48,28 +58,49 @@ class PromptComputer:
             self._sending[request.request_id] = _Sending(request, shipment)
 
     def ship(self, output: StepOutput) -> None:
-        """Hand over what the step completed; never waits."""
-        for update in output.updates:
-            sending = self._sending.get(update.request_id)
-            if sending is None or update.error is not None:
-                continue
+        """Hand over what the step completed; never waits. First the digest of each block that it filled is taken."""
+        found = [(update, self._sending.get(update.request_id)) for update in output.updates if update.error is None]
+        going_on = [(update, sending) for update, sending in found if sending is not None]
+        self._sender.digest([block for update, sending in going_on for block in self._filled(update, sending)])
+        for update, sending in going_on:
+            self._lend(update, sending)
             table, shipment = sending.request.block_table, sending.shipment
             blocks = shipment.take_complete(update.num_computed_tokens, table, self._generation)
             if blocks:
-                self._sender.send(update.request_id, self._lendable(sending, blocks))
+                self._sender.send(update.request_id, blocks)
             if update.token is not None:
                 self._sender.finish(update.request_id)
 
-    def _lendable(self, sending: _Sending, blocks: list[OutgoingBlock]) -> list[OutgoingBlock]:
-        """`blocks`, those marked that may be read where they are; the engine holds these until `loan_over`."""
-        lendable = sending.shipment.num_lendable(blocks)
-        if self._lender is None or not lendable:
-            return blocks
-        request = sending.request
-        chain = request.block_table[: blocks[lendable - 1].ordinal + 1]
-        if NO_BLOCK in chain or not self._lender.lend(request.request_id, chain, lendable):
-            return blocks
-        return [*(replace(block, lendable=True) for block in blocks[:lendable]), *blocks[lendable:]]
+    def _filled(self, update: RequestUpdate, sending: _Sending) -> list[tuple[int, int]]:
+        """Blocks that this step made full, with their generations."""
+        request, num_full = sending.request, update.num_computed_tokens // self._block_size
+        first = max(sending.num_digested, request.num_cached_tokens // self._block_size)
+        sending.num_digested = max(first, num_full)
+        blocks = [block for block in request.block_table[first:num_full] if block != NO_BLOCK]
+        return [(block, self._generation(block)) for block in blocks]
+
+    def look_at(self, engine: Engine, block: OutgoingBlock) -> StepOutput:
+        """A receiver got other bytes than were announced. If it is our memory that has changed, nobody is sent them
+        again; requests that compute from them fail, as the output says."""
+        updates: list[RequestUpdate] = []
+        for one in (block.source_block, *block.more_blocks):
+            generation = self._generation(one)
+            damaged = self._sender.is_damaged(one, generation)
+            if damaged or (damaged is None and generation == block.generation):  # nothing speaks for the second
+                logger.error("block %d does not hold what was written into it: it leaves the prefix cache", one)
+                updates += engine.discard(one, generation).updates
+        return StepOutput(tuple(updates))
+
+    def _lend(self, update: RequestUpdate, sending: _Sending) -> None:
+        """Hand over what may be read where it is; the engine holds it until `loan_over`."""
+        ordinals = sending.shipment.lendable(update.num_computed_tokens) if self._lender is not None else ()
+        if self._lender is None or not ordinals:
+            return
+        table = sending.request.block_table
+        chain = table[: ordinals[-1] + 1]
+        if NO_BLOCK not in chain and self._lender.lend(update.request_id, chain, len(ordinals)):
+            blocks = sending.shipment.take_lendable(ordinals, table, self._lender.generations)
+            self._sender.lend(update.request_id, blocks)
 
     def loan_over(self, key: str, count: int) -> None:
         """So many blocks of a request, live or not, are not read by a peer any more."""

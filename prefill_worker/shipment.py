@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.errors import RequestError
-from kv_transfer.sender import OutgoingBlock
+from kv_transfer.sender import LendableBlocks, OutgoingBlock
 
 
 class Shipment:
@@ -67,11 +71,24 @@ class Shipment:
         """Whether theirs is one full block of ours."""
         return self._block_size == self._source_block_size and (ordinal + 1) * self._block_size <= self._num_tokens
 
-    def num_lendable(self, blocks: Sequence[OutgoingBlock]) -> int:
-        """How many of the first of these may be read where they are: not the last of the prompt, as the decode worker
-        goes on writing in it; and none where their blocks are not as ours."""
-        last = len(self._chain) - 1
-        return sum(block.ordinal != last for block in blocks) if self._lendable else 0
+    def lendable(self, num_computed_tokens: int) -> Sequence[int]:
+        """Ordinals of the next wanted blocks that may be read where they are: full ones of the layout that ours have,
+        but the last of the prompt, as the decode worker goes on writing in it."""
+        if not self._lendable:
+            return ()
+        num_full = min(num_computed_tokens // self._block_size, len(self._chain) - 1)
+        return self._ordinals[self._next : bisect_left(self._ordinals, num_full)]
+
+    def take_lendable(
+        self, ordinals: Sequence[int], block_table: Sequence[int], generations: npt.NDArray[np.uint64]
+    ) -> LendableBlocks:
+        """Hand out what `lendable` said. `generations`: of all blocks of ours."""
+        sources = [block_table[ordinal] for ordinal in ordinals]
+        hashes = b"".join([self._chain[ordinal] for ordinal in ordinals])
+        self.handed_out += sources
+        self._next += len(ordinals)
+        at = np.array(sources)
+        return LendableBlocks(np.array(ordinals), at, generations[at], hashes)
 
     def _sources(self, ordinal: int) -> range:
         """Which of our blocks, by ordinal, hold the tokens of theirs."""

@@ -33,7 +33,7 @@ from engine.request import Request, RequestKind
 from engine.sampler import SampledToken
 from kv_transfer.identity import LinkTarget, PeerIdentity
 from kv_transfer.link import LinkSettings
-from kv_transfer.sender import KvSender, TicketInfo
+from kv_transfer.sender import KvSender, OutgoingBlock, TicketInfo
 from kv_transfer.stats import TransferStats
 from kvrelay.v1 import worker_pb2
 from prefill_worker.computing import PromptComputer
@@ -84,7 +84,9 @@ class PrefillWorker:
         )
         links = LinkSettings(transports=config.kv_transports, key=config.cluster_key)
         self._sender = KvSender(peer, parts.kv, self, settings=links, copier=parts.native)
-        self._computer = PromptComputer(self._sender, parts.engine.generation, parts.engine.lender)
+        self._computer = PromptComputer(
+            self._sender, parts.engine.generation, parts.kv.layout.block_size, parts.engine.lender
+        )
 
     @classmethod
     def build(cls, config: WorkerConfig) -> PrefillWorker:
@@ -239,6 +241,16 @@ class PrefillWorker:
     def loan_over(self, request_id: str, count: int) -> None:
         """On a link thread; `request_id` is our key, live or not."""
         self._core.post(lambda engine: self._computer.loan_over(request_id, count))
+
+    def block_doubted(self, block: OutgoingBlock) -> None:
+        """On a link thread."""
+        self._core.post(lambda engine: self._look_at(engine, block))
+
+    def _look_at(self, engine: Engine, block: OutgoingBlock) -> None:
+        """On the engine thread."""
+        output = self._computer.look_at(engine, block)
+        if output.updates:
+            self._deliver(output)
 
     def _transfer_over(self, key: str, error: EngineError | None) -> None:
         record = self._core.live.by_key(key)

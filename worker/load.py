@@ -37,6 +37,7 @@ class LoadReporter:
 
     def _message(self, stats: EngineStats) -> worker_pb2.Load:
         blocks = stats.blocks
+        counted = {"BorrowedBlocksLost": blocks.borrowed_lost, "BlocksDamaged": blocks.damaged}
         return worker_pb2.Load(
             running=stats.running,
             waiting=stats.waiting + stats.awaiting_kv,
@@ -49,7 +50,7 @@ class LoadReporter:
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_step_ms=stats.decode_step_ms,
             resident_bytes=self._resident(),
-            errors=self.errors | ({"BorrowedBlocksLost": blocks.borrowed_lost} if blocks.borrowed_lost else {}),
+            errors=self.errors | {name: n for name, n in counted.items() if n},
         )
 
     def _resident(self) -> int:

@@ -16,9 +16,10 @@ def test_a_quick_run_measures_every_transport_and_sees_a_killed_sender() -> None
 
     figures = json.loads(done.output.splitlines()[-1])["figures"]
     cells = {f"{transport}_rel_{size}_{n}" for transport in ("shm", "tcp") for size in ("360k", "2m") for n in (1, 4)}
-    again = {cell.replace("rel", "again_rel") for cell in cells}
+    again = {cell.replace("rel", f"{kind}_rel") for cell in cells for kind in ("again", "lazy")}
+    again |= {f"digest_us_{size}_{n}" for size in ("360k", "2m") for n in (1, 4)}
     lent = {"adopt_us", *(f"adopt_us_{size}_{n}" for size in ("360k", "2m") for n in (1, 4))}
-    assert figures.keys() == cells | again | lent | {"digest_percent", "digest_again_percent", "kill_seen_ms"}
+    assert figures.keys() == cells | again | lent | {"digest_percent", "digest_lazy_percent", "kill_seen_ms"}
     assert all(figures[cell] > 0 for cell in cells | lent)
     assert figures["kill_seen_ms"] > 0
 
@@ -27,13 +28,13 @@ def test_a_ratio_is_of_medians_and_a_share_is_of_the_whole() -> None:
     cell = Cell(
         memcpy=[1.0, 2.0, 9.0],
         transports={"shm": [4.0, 5.0, 3.0]},
-        again={"shm": [3.0, 3.0, 3.75]},
+        lazy={"shm": [3.0, 3.0, 3.75]},
         unchecked={"shm": [1.0, 3.0, 4.0]},
     )
 
     assert cell.rel(cell.transports["shm"]) == 0.5
     assert cell.digest_percent("shm") == 25.0
-    assert cell.digest_again_percent("shm") == 0.0
+    assert cell.digest_lazy_percent("shm") == 0.0
 
 
 def test_peers_that_are_not_installed_are_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

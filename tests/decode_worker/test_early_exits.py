@@ -204,7 +204,7 @@ async def test_a_start_with_a_torn_token_ends_the_request_once_and_leaves_nothin
 async def test_messages_about_unknown_requests_do_nothing(worker: DecodeWorker, router: Router) -> None:
     await router.cancel("nobody")
     await router.send(start=start("nobody", [1]))
-    worker.block_adopted("nobody", 0, 256, "shm")
+    worker.blocks_adopted("nobody", [0], 256, "shm")
     worker.link_lost(["nobody"], LinkClosed("gone"))
     worker.writes_quiet("nobody", [3])
     await worker.check_integrity()
@@ -257,7 +257,7 @@ async def test_no_order_of_events_loses_a_block(worker: DecodeWorker, router: Ro
                 ticket = open_tickets[rng.choice(list(open_tickets))]
                 ordinal = rng.choice(table_of(worker).missing(ticket.ticket_id))
                 index = list(ticket.ordinals).index(ordinal)
-                if ordinal not in [grant.ordinal for grant in grants if grant.ticket_id == ticket.ticket_id]:
+                if (ordinal,) not in [grant.ordinals for grant in grants if grant.ticket_id == ticket.ticket_id]:
                     grants.append(begin_write(worker, ticket, index))
             case 6 if grants:
                 end_write(worker, grants.pop(rng.randrange(len(grants))))

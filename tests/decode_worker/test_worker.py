@@ -121,9 +121,9 @@ async def test_an_arrival_that_crosses_with_a_give_up_counts_as_not_arrived(
     await router.send(reserve=reserve("a", PROMPT[:3]))
     ticket = (await router.expect("reserved")).ticket
     grant = begin_write(worker, ticket, 0)
-    table_of(worker).end_write(grant, ok=True)  # adopted, but the worker was not told yet
+    table_of(worker).end_write(grant, [True])  # adopted, but the worker was not told yet
     await router.send(start=start())
-    worker.block_adopted(ticket.ticket_id, 0, 256, "shm")
+    worker.blocks_adopted(ticket.ticket_id, [0], 256, "shm")
 
     assert (await router.expect("handed_over")).recomputed_tokens == 3
     assert await router.tokens(8) == expected_output(PROMPT[:3], 8)

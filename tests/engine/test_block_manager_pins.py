@@ -134,3 +134,14 @@ def test_names_are_limited_too(pool: BlockManager) -> None:
     with pytest.raises(PinLimit, match="one more than 1024 names"):
         pool.pin("one more", chain("a", 1))
     assert pool.pin("name 0", chain("a", 1)) == 1
+
+
+def test_a_discarded_block_ends_the_pins_behind_it(pool: BlockManager) -> None:
+    blocks = cached_chain(pool, "a", 4)
+    pool.pin("system", chain("a", 3))
+
+    assert pool.discard(blocks[1]).keys() == set(blocks[1:])
+
+    assert pool.lookup(chain("a", 4)) == blocks[:1]
+    assert (pool.stats().pinned, pool.stats().damaged) == (1, 1)
+    assert pool.num_allocatable == NUM_BLOCKS - 1

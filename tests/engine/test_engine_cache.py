@@ -13,7 +13,7 @@ from engine.block_events import Stored
 from engine.block_hash import block_chain, pack_tokens
 from engine.config import CacheConfig, LocalLayers, SchedulerConfig
 from engine.engine import Engine
-from engine.errors import InternalError, PinLimit, RequestError
+from engine.errors import DigestMismatch, InternalError, PinLimit, RequestError
 from engine.kv_cache import KvCache
 from engine.request import RequestStatus
 
@@ -145,3 +145,38 @@ def test_a_window_narrower_than_the_models_is_refused(window: int, of_model: int
     with pytest.raises(InternalError, match="sliding_window 4 gives back blocks that the model"):
         Engine(model, kv, config, SchedulerConfig(), fake_identity(), 64)
     kv.close()
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 8])
+def test_who_computes_from_a_damaged_block_fails_and_the_next_computes_it_again(
+    make_engine: HarnessFactory, num_host_blocks: int
+) -> None:
+    harness = make_engine(num_host_blocks=num_host_blocks)
+    failing, other = harness.submit(make_request(SYSTEM)), harness.submit(make_request(OTHER))
+    harness.step()
+    block = failing.block_table[1]
+    harness.kv.block(block)[0] ^= 1
+
+    output = harness.engine.discard(block, harness.engine.generation(block))
+
+    assert [(update.request_id, type(update.error)) for update in output.updates] == [
+        (failing.request_id, DigestMismatch)
+    ]
+    assert harness.engine.stats().blocks.damaged == 1
+    again = harness.submit(make_request(SYSTEM))
+    harness.run()
+    assert again.num_cached_tokens == 4
+    assert harness.outputs[again.request_id] == harness.expected(again)
+    assert harness.outputs[other.request_id] == harness.expected(other)
+
+
+def test_a_block_that_was_handed_out_again_since_is_not_discarded(make_engine: HarnessFactory) -> None:
+    harness = make_engine()
+    request = harness.submit(make_request(SYSTEM))
+    harness.step()
+    block = request.block_table[0]
+
+    assert not harness.engine.discard(block, harness.engine.generation(block) - 1).updates
+
+    assert harness.engine.stats().blocks.damaged == 0
+    harness.run()

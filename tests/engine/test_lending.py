@@ -194,3 +194,18 @@ def test_a_pool_that_lends_nothing_is_as_any_other() -> None:
         pool.release(blocks)
 
     assert lending.stats() == plain.stats()
+
+
+def test_a_discarded_block_is_seen_by_whoever_borrowed_it_and_what_follows() -> None:
+    pool = Pool()
+    lent = pool.lent("a", 3)
+    before = pool.seen.copy()
+
+    discarded = pool.blocks.discard(lent[1])
+
+    assert discarded.keys() == set(lent[1:])
+    assert (pool.seen != before).nonzero()[0].tolist() == sorted(lent[1:])
+    assert pool.blocks.lookup([f"a{i}".ljust(32).encode() for i in range(3)]) == lent[:1]
+    pool.blocks.check_integrity()
+    pool.blocks.end_loan("a", 3)
+    pool.blocks.check_integrity()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,9 +13,9 @@ from decode_worker.stream import Phase, Stream
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from engine.errors import EngineError, SlotMismatch, TransferError
-from kv_transfer.frames import Blocks
+from kv_transfer.frames import BlockEntry, Blocks
 from kv_transfer.receiver_link import ReceiverLink
-from kv_transfer.reservation import BlockState, ReservationTable, WriteGrant, WriteOutcome
+from kv_transfer.reservation import ReservationTable, WriteGrant, WriteOutcome
 from kv_transfer.transfers import OutgoingTransfers
 from prefill_worker.computing import PromptComputer
 from prefill_worker.worker import PrefillWorker
@@ -61,9 +61,8 @@ def test_finds_that_nobody_is_told_of_expired_leases() -> None:
 def test_finds_that_a_block_is_adopted_whatever_its_digest() -> None:
     copy = ReceiverLink._copy
 
-    def copy_unread(self: ReceiverLink, link: Any, frame: Blocks, grants: Sequence[Any]) -> list[bool]:
-        copy(self, link, frame, grants)
-        return [True] * len(grants)
+    def copy_unread(self: ReceiverLink, link: Any, frame: Blocks, grant: WriteGrant, refused: Any) -> list[bool]:
+        return [True] * len(copy(self, link, frame, grant, refused))
 
     assert "does not hold the KV" in str(find(ReceiverLink, "_copy", copy_unread).error)
 
@@ -71,14 +70,19 @@ def test_finds_that_a_block_is_adopted_whatever_its_digest() -> None:
 def test_finds_that_a_block_is_taken_for_any_ticket_that_waits_for_its_ordinal() -> None:
     begin = ReservationTable.begin_write
 
-    def begin_any(self: ReservationTable, ticket_id: str, incarnation: str, ordinal: int, *place: Any) -> WriteGrant:
+    def begin_any(
+        self: ReservationTable, ticket_id: str, incarnation: str, entries: Sequence[BlockEntry]
+    ) -> tuple[WriteGrant, Mapping[int, TransferError]]:
         for ticket in self._open.values():
-            if ticket.states.get(ordinal) is BlockState.EXPECTED:
-                ticket.states[ordinal] = BlockState.WRITING
-                grant = WriteGrant(next(self._serial), ticket.ticket_id, ordinal, ticket.blocks[ordinal].slot)
+            ordinals = [entry.ordinal for entry in entries]
+            if ticket.expected.issuperset(ordinals):
+                ticket.expected.difference_update(ordinals)
+                ticket.writing.update(ordinals)
+                slots = tuple(ticket.blocks[ordinal].slot for ordinal in ordinals)
+                grant = WriteGrant(next(self._serial), ticket.ticket_id, tuple(ordinals), slots)
                 self._grants[grant.serial] = (ticket, grant)
-                return grant
-        return begin(self, ticket_id, incarnation, ordinal, *place)
+                return grant, {}
+        return begin(self, ticket_id, incarnation, entries)
 
     assert find(ReservationTable, "begin_write", begin_any)
 
@@ -86,9 +90,9 @@ def test_finds_that_a_block_is_taken_for_any_ticket_that_waits_for_its_ordinal()
 def test_finds_that_a_late_write_counts_as_adopted() -> None:
     end = ReservationTable.end_write
 
-    def end_write(self: ReservationTable, grant: WriteGrant, ok: bool) -> WriteOutcome:
-        outcome = end(self, grant, ok)
-        return WriteOutcome.ADOPTED if ok and outcome is WriteOutcome.LATE else outcome
+    def end_write(self: ReservationTable, grant: WriteGrant, intact: Sequence[bool]) -> list[WriteOutcome]:
+        late = WriteOutcome.LATE
+        return [WriteOutcome.ADOPTED if o is late and all(intact) else o for o in end(self, grant, intact)]
 
     assert "still has" in str(find(ReservationTable, "end_write", end_write).error)
 

@@ -19,6 +19,7 @@ from kv_links import (
     Pieces,
     block_hash,
     in_time,
+    lendable,
     only,
     ticket,
 )
@@ -27,7 +28,7 @@ from kv_wire import Wire, open_wire
 from engine.borrowing import Loan
 from engine.errors import LinkClosed, ProtocolError, SlotMismatch
 from kv_transfer.frames import AskLoans, Frame, Lend, Release, encode
-from kv_transfer.loan_records import pack_loans, unpack_loans
+from kv_transfer.loan_records import unpack_loans
 from kv_transfer.sender import OutgoingBlock
 
 BLOCK_BYTES = 32 * 1024
@@ -43,8 +44,9 @@ def wire() -> Iterator[Wire]:
 
 def send(wire: Wire, ticket_id: str, ordinals: Sequence[int], generation: int = 0) -> None:
     """Blocks of which all but the last of four are lent."""
-    blocks = [OutgoingBlock(n, n, block_hash(n), (), generation, n < 3) for n in ordinals]
-    wire.prefill.sender.send(ticket_id, blocks)
+    wire.prefill.sender.lend(ticket_id, lendable([n for n in ordinals if n < 3], generation=generation))
+    if last := [OutgoingBlock(n, n, block_hash(n), (), generation) for n in ordinals if n >= 3]:
+        wire.prefill.sender.send(ticket_id, last)
 
 
 def lent(wire: Wire) -> Loan:
@@ -174,8 +176,7 @@ def test_the_last_block_of_a_ticket_is_not_borrowed(wire: Wire) -> None:
 
 def test_one_block_is_not_borrowed_for_two_of_a_ticket(wire: Wire) -> None:
     wire.begin("t", [5, 6, 7], direct=True)
-    blocks = [OutgoingBlock(n, 4, block_hash(n), (), 0, True) for n in (0, 1)]
-    wire.prefill.sender.send("t", blocks)
+    wire.prefill.sender.lend("t", lendable([0, 1], sources=[4, 4]))
 
     assert [block.ordinal for block in lent(wire).blocks] == [0]
     assert wire.decode.listener.next() == BlockRefused("t", 1, SlotMismatch)
@@ -184,8 +185,9 @@ def test_one_block_is_not_borrowed_for_two_of_a_ticket(wire: Wire) -> None:
 def test_a_block_outside_the_pool_ends_the_link(wire: Wire) -> None:
     def forge(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
         if isinstance(frame, Lend):
-            entries = [entry._replace(source=1000) for entry in unpack_loans(frame.records)]
-            return [encode(replace(frame, records=pack_loans(entries)))]
+            records = unpack_loans(frame.records).copy()
+            records["source"] = 1000
+            return [encode(replace(frame, records=records.tobytes()))]
         return [encoded]
 
     wire.proxy.to_receiver = forge

@@ -154,8 +154,8 @@ def test_a_wrong_block_of_a_group_is_refused_and_its_neighbours_are_adopted(
 
     assert events == [
         Adopted("t", 0, BLOCK_BYTES, wire.transport),
-        BlockRefused("t", 1, error),
         Adopted("t", 2, BLOCK_BYTES, wire.transport),
+        BlockRefused("t", 1, error),
     ]
     assert wire.prefill.listener.next() == Failed("t", error)
     assert wire.decode.table.missing("t") == (1,)

@@ -1,44 +1,34 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from kv_links import outgoing
 
 from engine.errors import LinkClosed, ProtocolError
 from kv_transfer.frames import AskLoans, Release
 from kv_transfer.loans import OutgoingLoans
-from kv_transfer.transfers import OutgoingBlock
 
 ASK_S, LEASE_S = 0.5, 5.0
-
-
-def lendable(count: int) -> list[OutgoingBlock]:
-    return [replace(block, generation=1, lendable=True) for block in outgoing(range(count))]
 
 
 @pytest.fixture
 def loans() -> OutgoingLoans:
     """Three blocks of ticket t, request r, held."""
     loans = OutgoingLoans(ASK_S, LEASE_S)
-    loans.hold("t", "r", lendable(3))
+    loans.hold("t", "r", range(3))
     return loans
 
 
 def lend(loans: OutgoingLoans, *ordinals: int, now: float = 0.0) -> None:
-    for ordinal in ordinals:
-        loans.acked("t", ordinal, now)
+    loans.acked("t", ordinals, now)
 
 
 def release(number: int, count: int, ticket_id: str = "t") -> Release:
     return Release(number=number, ticket_ids=(ticket_id,), counts=(count,))
 
 
-def test_blocks_that_are_not_to_be_lent_are_none_of_its_business() -> None:
-    loans = OutgoingLoans(ASK_S, LEASE_S)
-    loans.hold("t", "r", outgoing(range(3)))
-    loans.end_all()
-    assert not loans.has_over()
+def test_blocks_that_are_not_to_be_lent_are_none_of_its_business(loans: OutgoingLoans) -> None:
+    lend(loans, 3, 4)
+    loans.acked("other", (0,), now=0.0)
+    assert loans.num_lent == 0
 
 
 def test_a_refused_block_is_over_once(loans: OutgoingLoans) -> None:

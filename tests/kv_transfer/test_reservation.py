@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from kv_links import block_hash
 
 from engine.errors import HashMismatch, InternalError, SlotMismatch, StaleTicket
+from kv_transfer.frames import BlockEntry
 from kv_transfer.reservation import (
     DuplicateBlock,
     ExpectedBlock,
@@ -29,7 +30,24 @@ def expected(*slots: int, generation: int = 1) -> list[ExpectedBlock]:
 
 
 def begin(table: ReservationTable, ticket_id: str, ordinal: int, slot: int, generation: int = 1) -> WriteGrant:
-    return table.begin_write(ticket_id, table.incarnation, ordinal, slot, generation, block_hash(ordinal))
+    return begin_as(table, ticket_id, table.incarnation, ordinal, slot, generation, block_hash(ordinal))
+
+
+def begin_as(
+    table: ReservationTable, ticket_id: str, incarnation: str, ordinal: int, slot: int, generation: int, hash: bytes
+) -> WriteGrant:
+    """One block; raises why not."""
+    entry = BlockEntry(ordinal, slot, generation, hash, bytes(16), None)
+    grant, refused = table.begin_write(ticket_id, incarnation, [entry])
+    assert (len(grant.slots), len(refused)) in ((1, 0), (0, 1))
+    for error in refused.values():
+        raise error
+    return grant
+
+
+def end(table: ReservationTable, grant: WriteGrant, ok: bool = True) -> WriteOutcome:
+    (outcome,) = table.end_write(grant, [ok])
+    return outcome
 
 
 @pytest.fixture
@@ -42,7 +60,7 @@ def table() -> Iterator[ReservationTable]:
 def test_a_block_is_adopted_when_its_write_ends_well(table: ReservationTable) -> None:
     table.open("t", expected(10, 11), lease_until=2.0)
 
-    assert table.end_write(begin(table, "t", 1, 11), ok=True) is WriteOutcome.ADOPTED
+    assert end(table, begin(table, "t", 1, 11)) is WriteOutcome.ADOPTED
 
     assert table.progress("t") == TicketProgress(total=2, adopted=1, writing=0)
     assert table.missing("t") == (0,)
@@ -51,23 +69,23 @@ def test_a_block_is_adopted_when_its_write_ends_well(table: ReservationTable) ->
 def test_a_block_that_came_damaged_is_expected_again(table: ReservationTable) -> None:
     table.open("t", expected(10), lease_until=2.0)
 
-    assert table.end_write(begin(table, "t", 0, 10), ok=False) is WriteOutcome.REFUSED
+    assert end(table, begin(table, "t", 0, 10), ok=False) is WriteOutcome.REFUSED
 
-    assert table.end_write(begin(table, "t", 0, 10), ok=True) is WriteOutcome.ADOPTED
+    assert end(table, begin(table, "t", 0, 10)) is WriteOutcome.ADOPTED
     assert table.stats().refused == {"DigestMismatch": 1}
 
 
 def test_the_slot_of_an_adopted_block_may_be_in_other_hands_before_its_ticket_ends(table: ReservationTable) -> None:
     """The engine gives it back at once where it has found another block with the same content."""
     table.open("t", expected(10, 11), lease_until=2.0)
-    table.end_write(begin(table, "t", 0, 10), ok=True)
+    end(table, begin(table, "t", 0, 10))
     table.open("u", expected(10, generation=2), lease_until=2.0)
     grant = begin(table, "u", 0, 10, generation=2)
 
     with pytest.raises(DuplicateBlock):
         begin(table, "t", 0, 10)
     assert table.close("t") == frozenset()
-    assert table.end_write(grant, ok=True) is WriteOutcome.ADOPTED
+    assert end(table, grant) is WriteOutcome.ADOPTED
 
 
 @pytest.mark.parametrize(
@@ -95,7 +113,7 @@ def test_a_write_that_differs_from_the_ticket_is_refused_and_counted(
     }
 
     with pytest.raises(error):
-        table.begin_write(**(right | change))  # type: ignore[arg-type]
+        begin_as(table, **(right | change))  # type: ignore[arg-type]
 
     assert table.stats().refused == {error.__name__: 1}
     assert table.progress("t") == TicketProgress(total=2, adopted=0, writing=0)
@@ -105,14 +123,14 @@ def test_a_refusal_does_not_tell_the_peer_the_expected_hash(table: ReservationTa
     table.open("t", expected(10), lease_until=2.0)
 
     with pytest.raises(HashMismatch) as refusal:
-        table.begin_write("t", "inc-1", 0, 10, 1, block_hash(5))
+        begin_as(table, "t", "inc-1", 0, 10, 1, block_hash(5))
 
     assert block_hash(0).hex() not in str(refusal.value)
 
 
 def test_an_adopted_block_that_comes_again_is_a_duplicate(table: ReservationTable) -> None:
     table.open("t", expected(10), lease_until=2.0)
-    table.end_write(begin(table, "t", 0, 10), ok=True)
+    end(table, begin(table, "t", 0, 10))
 
     with pytest.raises(DuplicateBlock):
         begin(table, "t", 0, 10)
@@ -128,7 +146,7 @@ def test_a_slot_has_one_writer_at_a_time(table: ReservationTable) -> None:
     with pytest.raises(SlotMismatch, match="is being written"):
         begin(table, "t", 0, 10)
 
-    assert table.end_write(grant, ok=True) is WriteOutcome.ADOPTED
+    assert end(table, grant) is WriteOutcome.ADOPTED
 
 
 def test_closing_names_the_slots_that_are_still_written_until_they_are_quiet(table: ReservationTable) -> None:
@@ -138,7 +156,7 @@ def test_closing_names_the_slots_that_are_still_written_until_they_are_quiet(tab
     assert table.close("t") == {10}
     assert table.close("t") == {10}
 
-    assert table.end_write(grant, ok=True) is WriteOutcome.LATE
+    assert end(table, grant) is WriteOutcome.LATE
     assert table.close("t") == frozenset()
     assert table.stats().adopted == 0
 
@@ -151,7 +169,7 @@ def test_a_slot_is_not_offered_again_before_it_is_quiet(table: ReservationTable)
     with pytest.raises(SlotMismatch, match="not quiet"):
         table.open("new", expected(10, generation=2), lease_until=2.0)
 
-    table.end_write(grant, ok=True)
+    end(table, grant)
     table.open("new", expected(10, generation=2), lease_until=2.0)
     assert table.progress("new") == TicketProgress(total=1, adopted=0, writing=0)
 
@@ -204,13 +222,13 @@ def test_an_expired_ticket_is_stale_and_still_says_which_slots_are_busy(table: R
     with pytest.raises(StaleTicket):
         table.renew("t", now=2.0)
     assert table.close("t") == {10}
-    assert table.end_write(grant, ok=True) is WriteOutcome.LATE
+    assert end(table, grant) is WriteOutcome.LATE
     assert (table.stats().expired, table.stats().closed) == (1, 0)
 
 
 def test_a_complete_ticket_has_no_lease(table: ReservationTable) -> None:
     table.open("t", expected(10), lease_until=2.0)
-    table.end_write(begin(table, "t", 0, 10), ok=True)
+    end(table, begin(table, "t", 0, 10))
 
     assert table.next_expiry() is None
     assert table.expire(now=100.0) == []
@@ -237,10 +255,10 @@ def test_closing_what_is_unknown_or_over_does_nothing(table: ReservationTable) -
 def test_a_grant_ends_once(table: ReservationTable) -> None:
     table.open("t", expected(10), lease_until=2.0)
     grant = begin(table, "t", 0, 10)
-    table.end_write(grant, ok=True)
+    end(table, grant)
 
     with pytest.raises(InternalError):
-        table.end_write(grant, ok=True)
+        end(table, grant)
 
 
 def test_leases_longer_than_five_seconds_are_refused() -> None:
@@ -298,21 +316,22 @@ class AnyOrder(RuleBasedStateMachine):
         ticket_id, slots, generation = ticket
         ordinal = which % len(slots)
         try:
-            grant = self.table.begin_write(
-                ticket_id, incarnation, ordinal, slots[ordinal], generation, block_hash(ordinal)
+            grant = begin_as(
+                self.table, ticket_id, incarnation, ordinal, slots[ordinal], generation, block_hash(ordinal)
             )
         except (StaleTicket, SlotMismatch, DuplicateBlock):
             return multiple()
         assert ticket_id in self.alive
         assert incarnation == "inc-1"
-        assert grant.slot not in self.written, "two writers on one slot"
-        self.written[grant.slot] = ticket_id
+        (slot,) = grant.slots
+        assert slot not in self.written, "two writers on one slot"
+        self.written[slot] = ticket_id
         return grant
 
     @rule(grant=consumes(grants), ok=st.booleans())
     def end(self, grant: WriteGrant, ok: bool) -> None:
-        outcome = self.table.end_write(grant, ok)
-        del self.written[grant.slot]
+        outcome = end(self.table, grant, ok)
+        del self.written[grant.slots[0]]
         assert (outcome is WriteOutcome.LATE) == (grant.ticket_id not in self.alive)
         assert outcome is not WriteOutcome.ADOPTED or ok
 

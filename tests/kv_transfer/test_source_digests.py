@@ -38,6 +38,11 @@ class Pair:
         self._decode.table.close(name)
         return ended
 
+    def damage(self, block: int) -> None:
+        before, self.prefill.pool.before_block = self.prefill.pool.before_block, lambda block: None
+        self.prefill.pool.block(block)[100] ^= 1
+        self.prefill.pool.before_block = before
+
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
@@ -52,9 +57,7 @@ def test_a_full_block_is_read_once_however_often_it_is_sent(pair: Pair) -> None:
 
 def test_a_block_whose_slot_was_handed_out_again_is_read_again(pair: Pair) -> None:
     pair.hand_over([1, 1])
-    pair.prefill.pool.before_block = lambda block: None
-    pair.prefill.pool.block(1)[:4] = b"else"
-    pair.prefill.pool.before_block = pair.read.append
+    pair.damage(1)
 
     assert isinstance(pair.hand_over([1, 2]), Done)
     assert pair.read[2:].count(1) == 1
@@ -65,9 +68,37 @@ def test_a_block_that_may_still_change_is_read_each_time(pair: Pair) -> None:
     assert pair.read == [0, 0]
 
 
-def test_a_block_that_was_damaged_since_it_was_first_sent_is_refused_and_then_read_again(pair: Pair) -> None:
-    pair.hand_over([1])
-    pair.prefill.pool.block(0)[:4] = b"else"
+def test_a_block_that_was_digested_when_it_was_filled_is_not_read_to_be_sent(pair: Pair) -> None:
+    pair.prefill.sender.digest([(0, 1), (1, 1)])
+    assert isinstance(pair.hand_over([1, 1]), Done)
+    assert pair.read == [0, 1]
 
+
+def test_damage_between_filling_and_sending_is_refused(pair: Pair) -> None:
+    pair.prefill.sender.digest([(0, 1)])
+    pair.damage(0)
+
+    assert pair.hand_over([1]) == Failed("t1", DigestMismatch)
+
+
+def test_a_damaged_block_is_never_sent_with_the_digest_of_its_damage(pair: Pair) -> None:
+    pair.hand_over([1])
+    pair.damage(0)
     assert pair.hand_over([1]) == Failed("t2", DigestMismatch)
-    assert isinstance(pair.hand_over([1]), Done)
+
+    pair.prefill.sender.digest([(0, 1)])
+
+    assert pair.hand_over([1]) == Failed("t3", DigestMismatch)
+
+
+def test_a_refused_block_is_named_and_can_be_told_from_a_bad_way(pair: Pair) -> None:
+    sender = pair.prefill.sender
+    pair.hand_over([1, 1])
+    pair.damage(0)
+    pair.hand_over([1, 1])
+
+    doubted = pair.prefill.listener.doubted.get(timeout=20.0)
+
+    assert (doubted.source_block, doubted.generation) == (0, 1)
+    assert [sender.is_damaged(block, 1) for block in (0, 1, 2)] == [True, False, None]
+    assert sender.is_damaged(0, 2) is None

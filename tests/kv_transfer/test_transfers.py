@@ -18,9 +18,10 @@ from engine.errors import (
     SlotMismatch,
     StaleTicket,
 )
-from kv_transfer.frames import MAX_GROUP_BLOCKS, Abort, Finish, Frame, Renew
+from kv_transfer.frames import MAX_GROUP_BLOCKS, Abort, Finish, Renew
 from kv_transfer.link import LinkSettings
-from kv_transfer.transfers import OutgoingTransfers, SendBlocks
+from kv_transfer.outgoing import SendBlocks, Step
+from kv_transfer.transfers import OutgoingTransfers
 
 BLOCK = 100
 SETTINGS = LinkSettings(progress_timeout_s=5.0, max_unacked_bytes=3 * BLOCK)
@@ -36,9 +37,9 @@ def begin(link: OutgoingTransfers, name: str, ordinals: Sequence[int], deadline:
     link.open(f"r-{name}", ticket(name, b"", {ordinal: ordinal for ordinal in ordinals}), deadline, now=0.0)
 
 
-def take(link: OutgoingTransfers, now: float = 0.0) -> list[SendBlocks | Frame]:
+def take(link: OutgoingTransfers, now: float = 0.0) -> list[Step]:
     """Everything that the link sends at `now`."""
-    steps: list[SendBlocks | Frame] = []
+    steps: list[Step] = []
     while (step := link.next_step(now)) is not None:
         steps.append(step)
         if isinstance(step, SendBlocks):
@@ -46,7 +47,7 @@ def take(link: OutgoingTransfers, now: float = 0.0) -> list[SendBlocks | Frame]:
     return steps
 
 
-def blocks(steps: Sequence[SendBlocks | Frame]) -> list[tuple[str, int]]:
+def blocks(steps: Sequence[Step]) -> list[tuple[str, int]]:
     return [(step.ticket_id, block.ordinal) for step in steps if isinstance(step, SendBlocks) for block in step.blocks]
 
 

@@ -100,6 +100,41 @@ async def test_every_wanted_block_is_sent_once_with_its_chain_hash(worker: Prefi
     sender_of(worker).end(key)
 
 
+async def test_each_block_is_digested_once_when_it_is_full(worker: PrefillWorker, router: Router) -> None:
+    for request_id in "ab":
+        await router.send(prefill=prefill(request_id))
+        await router.expect("prefilled")
+        await worker.check_integrity()
+        sender_of(worker).end(only_key(worker))
+        await router.expect("ended")
+
+    digested = sender_of(worker).digested
+
+    assert len(digested) == len(PROMPT) // BLOCK_SIZE
+    assert set(digested) == {(block, worker._core.parts.engine.generation(block)) for block, _ in digested}
+
+
+async def test_a_prompt_whose_cached_block_is_damaged_is_not_computed_from_it(
+    worker: PrefillWorker, router: Router
+) -> None:
+    await router.send(prefill=prefill("a"))
+    await router.expect("prefilled")
+    await worker.check_integrity()
+    sender, key = sender_of(worker), only_key(worker)
+    third = sender.sent[key][2]
+    sender.damaged.add(third.source_block)
+    worker.block_doubted(third)
+    sender.end(key)
+    await router.expect("ended")
+
+    await router.send(prefill=prefill("b"))
+
+    assert (await router.expect("prefilled")).cached_tokens == 2 * BLOCK_SIZE
+    assert (await stats(worker)).errors["BlocksDamaged"] == 1
+    await worker.check_integrity()
+    sender.end(only_key(worker))
+
+
 async def test_blocks_are_held_until_the_transfer_is_over_and_cached_after_it(
     worker: PrefillWorker, router: Router
 ) -> None:

@@ -8,6 +8,7 @@ from roles import fill
 
 from decode_worker.worker import DecodeWorker
 from engine.block_hash import pack_tokens
+from kv_transfer.frames import BlockEntry
 from kv_transfer.reservation import ReservationTable, WriteGrant, WriteOutcome
 from kvrelay.v1 import worker_pb2
 
@@ -35,16 +36,18 @@ def begin_write(worker: DecodeWorker, ticket: worker_pb2.Ticket, index: int) -> 
     """As a link does when the frame of the ticket's block number `index` has come."""
     ordinal = ticket.ordinals[index]
     content_hash = table_of(worker)._open[ticket.ticket_id].blocks[ordinal].hash
-    return table_of(worker).begin_write(
-        ticket.ticket_id, ticket.incarnation, ordinal, ticket.slots[index], ticket.generations[index], content_hash
-    )
+    entry = BlockEntry(ordinal, ticket.slots[index], ticket.generations[index], content_hash, bytes(16), None)
+    grant, refused = table_of(worker).begin_write(ticket.ticket_id, ticket.incarnation, [entry])
+    for error in refused.values():
+        raise error
+    return grant
 
 
 def end_write(worker: DecodeWorker, grant: WriteGrant) -> WriteOutcome:
     """As a link does, with what it tells the worker then."""
-    outcome = table_of(worker).end_write(grant, ok=True)
+    (outcome,) = table_of(worker).end_write(grant, [True])
     if outcome is WriteOutcome.LATE:
-        worker.writes_quiet(grant.ticket_id, [grant.slot])
+        worker.writes_quiet(grant.ticket_id, grant.slots)
     elif outcome is WriteOutcome.ADOPTED:
-        worker.block_adopted(grant.ticket_id, grant.ordinal, 256, "shm")
+        worker.blocks_adopted(grant.ticket_id, grant.ordinals, 256, "shm")
     return outcome

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
+import numpy as np
 from memory_pool import LAYOUT as LAYOUT
 from memory_pool import NUM_BLOCKS as NUM_BLOCKS
 from memory_pool import MemoryPool as MemoryPool
@@ -27,7 +28,7 @@ from kv_transfer.link import LinkSettings
 from kv_transfer.pool import KvPool
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.reservation import ExpectedBlock, ReservationTable
-from kv_transfer.sender import KvSender, OutgoingBlock, TicketInfo
+from kv_transfer.sender import KvSender, LendableBlocks, OutgoingBlock, TicketInfo
 from kv_transfer.stats import TransferStats
 
 LARGE_LAYOUT = KvLayout(num_layers=128, num_kv_heads=16, head_dim=256, block_size=16, dtype="float32")
@@ -103,8 +104,9 @@ class RecordingReceiverListener:
     def next(self) -> ReceiverEvent:
         return self.events.get(timeout=WAIT_S)
 
-    def block_adopted(self, ticket_id: str, ordinal: int, num_bytes: int, transport: str) -> None:
-        self.events.put(Adopted(ticket_id, ordinal, num_bytes, transport))
+    def blocks_adopted(self, ticket_id: str, ordinals: Sequence[int], num_bytes: int, transport: str) -> None:
+        for ordinal in ordinals:
+            self.events.put(Adopted(ticket_id, ordinal, num_bytes // len(ordinals), transport))
 
     def block_refused(self, ticket_id: str, ordinal: int, error: TransferError) -> None:
         self.events.put(BlockRefused(ticket_id, ordinal, type(error)))
@@ -123,6 +125,7 @@ class RecordingSenderListener:
     def __init__(self) -> None:
         self.events: queue.Queue[SenderEvent] = queue.Queue()
         self.loans_over: queue.Queue[tuple[str, int]] = queue.Queue()
+        self.doubted: queue.Queue[OutgoingBlock] = queue.Queue()
 
     def next(self) -> SenderEvent:
         return self.events.get(timeout=WAIT_S)
@@ -132,6 +135,9 @@ class RecordingSenderListener:
 
     def transfer_failed(self, request_id: str, error: EngineError) -> None:
         self.events.put(Failed(request_id, type(error), str(error)))
+
+    def block_doubted(self, block: OutgoingBlock) -> None:
+        self.doubted.put(block)
 
     def loan_over(self, request_id: str, count: int) -> None:
         self.loans_over.put((request_id, count))
@@ -222,6 +228,16 @@ def ticket(
 def outgoing(ordinals: Sequence[int], first_source: int = 0) -> list[OutgoingBlock]:
     """Block `ordinal` is in source block `first_source` + `ordinal`."""
     return [OutgoingBlock(ordinal, first_source + ordinal, block_hash(ordinal)) for ordinal in ordinals]
+
+
+def lendable(ordinals: Sequence[int], sources: Sequence[int] | None = None, generation: int = 0) -> LendableBlocks:
+    """The same, to be read where they are."""
+    return LendableBlocks(
+        np.array(ordinals, dtype=np.int64),
+        np.array(ordinals if sources is None else sources, dtype=np.int64),
+        np.full(len(ordinals), generation, dtype=np.uint64),
+        b"".join(map(block_hash, ordinals)),
+    )
 
 
 def in_time() -> float:

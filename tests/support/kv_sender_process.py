@@ -31,6 +31,9 @@ class Printer:
     def transfer_failed(self, request_id: str, error: EngineError) -> None:
         print("failed", request_id, type(error).__name__, error, flush=True)
 
+    def block_doubted(self, block: OutgoingBlock) -> None:
+        """Said by the failed transfer too."""
+
     def loan_over(self, request_id: str, count: int) -> None:
         print("over", request_id, count, flush=True)
 

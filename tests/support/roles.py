@@ -11,7 +11,7 @@ from fakes import FakeModel
 from engine.block_hash import pack_tokens
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import EngineError, RequestCancelled
-from kv_transfer.sender import OutgoingBlock, SenderListener, TicketInfo
+from kv_transfer.sender import LendableBlocks, OutgoingBlock, SenderListener, TicketInfo
 from kv_transfer.stats import TransferStats
 from kvrelay.v1 import common_pb2, worker_pb2
 from worker.config import WorkerConfig
@@ -116,6 +116,8 @@ class ManualSender:
         self.listener = listener
         self.open_transfers: dict[str, TicketInfo] = {}
         self.sent: dict[str, list[OutgoingBlock]] = {}
+        self.digested: list[tuple[int, int]] = []
+        self.damaged: set[int] = set()
         self.finished: set[str] = set()
         self.aborted: set[str] = set()
         self.lingers = False
@@ -127,6 +129,15 @@ class ManualSender:
     def send(self, request_id: str, blocks: Sequence[OutgoingBlock]) -> None:
         if request_id in self.open_transfers:
             self.sent[request_id] += blocks
+
+    def lend(self, request_id: str, blocks: LendableBlocks) -> None:
+        self.send(request_id, blocks.singly())
+
+    def digest(self, blocks: Sequence[tuple[int, int]]) -> None:
+        self.digested += blocks
+
+    def is_damaged(self, block: int, generation: int) -> bool | None:
+        return block in self.damaged
 
     def finish(self, request_id: str) -> None:
         self.finished.add(request_id)

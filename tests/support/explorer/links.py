@@ -1,6 +1,6 @@
 """Links without sockets and threads: what `kv_transfer` runs on its threads, cut into steps.
 
-The code is the real one (`_SenderLink`, `ReceiverLink`, `OutgoingTransfers`, frames, digests). Here is only the order
+The code is the real one (`SenderLink`, `ReceiverLink`, `OutgoingTransfers`, frames, digests). Here is only the order
 of calls that the main functions of its threads make, and the wire between the two ends. This file alone knows them.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,15 +17,16 @@ from engine.peer_windows import PeerWindow
 from explorer.agenda import Actor
 from explorer.checks import check_adopted
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import LENGTH_BYTES, Block, Blocks, Frame, Hello, Renew, body_length, decode, encode
+from kv_transfer.frames import LENGTH_BYTES, Block, Blocks, Frame, Hello, body_length, decode
 from kv_transfer.handshake import examine
-from kv_transfer.identity import ADOPT, MAPPING, LinkEndpoint, LinkTarget
+from kv_transfer.identity import ADOPT, DEFAULT_TRANSPORTS, MAPPING, LinkEndpoint, LinkTarget
 from kv_transfer.link import IncomingLink, LinkSettings, OutgoingLink
+from kv_transfer.outgoing import LendableBlocks, OutgoingBlock, SendBlocks, SendLoan
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.receiver_link import ReceiverLink
 from kv_transfer.reservation import WriteGrant, WriteOutcome
-from kv_transfer.sender import KvSender, OutgoingBlock, _SenderLink
-from kv_transfer.transfers import SendBlocks
+from kv_transfer.sender import KvSender
+from kv_transfer.sender_link import SenderLink
 from kv_transfer.transport_shm import ShmOutlet
 from kv_transfer.transport_tcp import TcpOutlet
 
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from explorer.node import Node
     from explorer.world import World
 
-SETTINGS = LinkSettings(connection=lambda connection, timeout_s: cast(Any, connection))
+SETTINGS = LinkSettings(
+    connection=lambda connection, timeout_s: cast(Any, connection), transports=(ADOPT, *DEFAULT_TRANSPORTS)
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +106,7 @@ class Changed(threading.Condition):
         self.told = True
 
 
-class SenderEnd(_SenderLink):
+class SenderEnd(SenderLink):
     """The writer and the reader of one link of a prefill worker."""
 
     def __init__(self, sender: KvSender, target: LinkTarget) -> None:
@@ -117,7 +120,7 @@ class SenderEnd(_SenderLink):
         self.connect_by = 0.0
         self.wire: Wire | None = None
         self.outgoing: OutgoingLink | None = None
-        self.in_hand: SendBlocks | None = None
+        self.in_hand: SendBlocks | SendLoan | None = None
         self.over = False
 
     def start(self) -> None:
@@ -185,8 +188,10 @@ class SenderEnd(_SenderLink):
         try:
             if self.in_hand is not None:
                 step, self.in_hand = self.in_hand, None
-                self._send_blocks(self.outgoing, step)
-                changed.told = True
+                self._send(self.outgoing, step)
+                with changed:
+                    self._note_sent(step)
+                    changed.told = True
                 return
             with changed:
                 if self._error is not None:
@@ -194,12 +199,10 @@ class SenderEnd(_SenderLink):
                 taken = self.transfers.next_step(self.world.clock.now)
                 changed.told = taken is not None or self.transfers.has_outcomes()
             self._report()
-            if isinstance(taken, SendBlocks):
+            if isinstance(taken, (SendBlocks, SendLoan)):
                 self.in_hand = taken
             elif taken is not None:
-                if isinstance(taken, Renew):
-                    self._sender._counters.add("renewals")
-                self.outgoing.connection.send(encode(taken))
+                self._send(self.outgoing, taken)
         except TransferError as error:
             self._end(error)
 
@@ -234,6 +237,12 @@ class ExploredSender(KvSender):
             generation = self.node.blocks.generation
             self.sources.setdefault(request_id, []).extend((b.source_block, generation(b.source_block)) for b in handed)
         super().send(request_id, blocks)
+
+    def lend(self, request_id: str, blocks: LendableBlocks) -> None:
+        if request_id in self._requests:
+            handed = zip(blocks.sources.tolist(), blocks.generations.tolist(), strict=True)
+            self.sources.setdefault(request_id, []).extend(handed)
+        super().lend(request_id, blocks)
 
     def reading(self) -> list[tuple[str, int, int]]:
         """Source blocks that some link may be reading, or will."""
@@ -273,7 +282,7 @@ class ReceiverEnd:
             assert node.kv.windows is not None
             self.window = node.kv.windows.open(peer.node.kv.fd or 0, hello.num_blocks)
         self.taken: Sent | None = None
-        self.writing: tuple[Blocks, list[WriteGrant | TransferError]] | None = None
+        self.writing: tuple[Blocks, WriteGrant, Mapping[int, TransferError]] | None = None
         self.copied = False
         self._intact: list[bool] = []
         self._error: TransferError | None = None
@@ -284,12 +293,8 @@ class ReceiverEnd:
         """(slot, generation) of all that it is writing."""
         if self.writing is None:
             return []
-        frame, grants = self.writing
-        return [
-            (entry.slot, entry.generation)
-            for entry, grant in zip(frame.entries, grants, strict=True)
-            if isinstance(grant, WriteGrant)
-        ]
+        frame, _, refused = self.writing
+        return [(entry.slot, entry.generation) for i, entry in enumerate(frame.entries) if i not in refused]
 
     def receive(self) -> None:
         """Take the next frame; if it brings blocks, stop when it is known which of them may be written."""
@@ -302,8 +307,8 @@ class ReceiverEnd:
                 frame = frame.grouped()
             if isinstance(frame, Blocks):
                 self._end._check(self._link, frame)
-                self.writing = frame, [self._end._begin_write(frame, entry) for entry in frame.entries]
-                self.copied, self._intact = False, [False] * len(frame.entries)
+                self.writing = frame, *self._end._begin_write(frame)
+                self.copied, self._intact = False, [False] * len(self.writing[1].slots)
                 return
             self._end._dispatch(self._link, frame)
             self._flush()
@@ -320,18 +325,17 @@ class ReceiverEnd:
 
     def finish(self) -> None:
         assert self.writing is not None
-        frame, grants = self.writing
+        frame, grant, refused = self.writing
+        entries = {entry.ordinal: entry for i, entry in enumerate(frame.entries) if i not in refused}
         try:
-            outcomes = self._end._end_writes(frame, grants, self._intact)
+            outcomes = self._end._end_write(grant, self._intact)
             self.writing = None
             if self._error is not None:
                 raise self._error
-            if adopted := outcomes.count(WriteOutcome.ADOPTED):
-                self._end._account(self._link, frame.ticket_id, adopted)
-            for entry, outcome in zip(frame.entries, outcomes, strict=True):
+            for ordinal, outcome in zip(grant.ordinals, outcomes, strict=True):
                 if outcome is WriteOutcome.ADOPTED:
-                    check_adopted(self.node, entry)
-                self._end._answer(self._link, frame, entry, outcome)
+                    check_adopted(self.node, entries[ordinal])
+            self._end._conclude(self._link, frame, grant, outcomes, refused)
             self._flush()
         except TransferError as error:
             self._tear_down(error)

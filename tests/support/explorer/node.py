@@ -49,7 +49,7 @@ def virtual() -> Iterator[None]:
     """Sender, receiver and names that are the explorer's. Within an event loop, which never gets a turn."""
     pools: list[KvCache] = []
     with (
-        mock.patch("kv_transfer.sender._SenderLink", SenderEnd),
+        mock.patch("kv_transfer.sender.SenderLink", SenderEnd),
         mock.patch("worker.load.psutil", SimpleNamespace(Process=lambda: None)),
         mock.patch.object(Node, "pools", pools),
     ):

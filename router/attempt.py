@@ -55,7 +55,7 @@ class Attempt:
                 self.outputs.append(message)
             else:
                 self._note(lane, message)
-        if self.outputs:
+        if self.outputs and self.decode.tokens_to_compute:
             self.decode.tokens_to_compute = 0
 
     def check_decode(self) -> None:

@@ -97,7 +97,7 @@ class ClientStream:
 
     @property
     def pause_s(self) -> float:
-        """How long to let tokens gather before the next `flush`.
+        """How long to let tokens gather before the next `flush`: `min_gap_s`, or not at all.
 
         Nothing for an output whose messages have `min_gap_s` between them anyway: its tokens never wait. A faster one
         goes out in fewer, larger messages, of which a router can send only so many.

@@ -42,6 +42,7 @@ from router.choices import all_or_none, choice_of, one_at_a_time
 from router.client_stream import ClientStream, Emit, FinishReason
 from router.config import RouterConfig
 from router.explain import History, RequestRecord
+from router.pacing import Pacer
 from router.placement import Placed, Placer
 from router.prompts import Prompts
 from router.registry import Registry
@@ -101,6 +102,7 @@ class Dispatcher:
         self._placer = Placer(config, registry, clock)
         self._clock = clock
         self._draw_seed = draw_seed
+        self._pacer = Pacer(config.min_gap_s)
         self._attempts = itertools.count(1)
         self._since = clock()
 
@@ -336,7 +338,7 @@ class Dispatcher:
             if attempt.prefill is not None and attempt.kv_is_open and attempt.prefill_failed:
                 self._give_up_prefill(job, attempt, attempt.prefill)
             if job.stream.pause_s:
-                await asyncio.sleep(job.stream.pause_s)
+                await self._pacer.wait()
             await self._listen(job, attempt)
 
     async def _settle(self, attempt: Attempt) -> None:

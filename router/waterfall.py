@@ -28,7 +28,7 @@ class WaterfallRecorder:
         self._first_us: int | None = None
         self._handed_over_us: int | None = None
         self._second_us: int | None = None
-        self._last_us = 0
+        self._last = received
 
     @property
     def has_first_token(self) -> bool:
@@ -71,9 +71,9 @@ class WaterfallRecorder:
         if self._first_us is None:
             self.mark("emit", now)
             self._first_us = self._marked_us
-        self._last_us = self._us(now)
+        self._last = now
         if self._second_us is None and num_outputs > 1:
-            self._second_us = self._last_us
+            self._second_us = self._us(now)
 
     def handed_over(self, now: float) -> None:
         """The decode worker has settled where the KV comes from. Only the first call counts."""
@@ -90,7 +90,7 @@ class WaterfallRecorder:
             transfer = min(max(0, self._handed_over_us - self._first_us), wait)
         message.after_first.extend(_spans([("transfer", transfer), ("first_decode_step", wait - transfer)]))
         message.second_token_us = wait
-        decoding_s = (self._last_us - self._first_us) / 1e6
+        decoding_s = (self._us(self._last) - self._first_us) / 1e6
         message.decode_tokens_per_s = (num_outputs - 1) / decoding_s if decoding_s > 0 else 0.0
         return message
 

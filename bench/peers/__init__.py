@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from bench.report import REPOSITORY
@@ -74,24 +77,40 @@ def _environment(name: str) -> dict[str, str]:
 def ask(name: str, script: str, arguments: Sequence[str] = (), timeout_s: float = 300.0) -> Any:
     """The last line that `script` of this folder prints and that is a JSON value, when the peer's Python runs it.
 
-    Raises `PeerMissing`. The script's process is gone when this returns.
+    A script may print what it knows so far again and again: that counts when its time is up. Raises `PeerMissing`. The
+    script's process, and whatever it started, is gone when this returns.
     """
     python = ENVIRONMENTS / name / "bin" / "python"
     if not python.exists():
         raise PeerMissing(f"{name} is not installed (make bench-peers)")
-    command = [str(python), str(_SCRIPTS / script), *arguments]
-    try:
-        done = subprocess.run(
-            command, env=_environment(name), capture_output=True, text=True, timeout=timeout_s, check=False
+    with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [str(python), str(_SCRIPTS / script), *arguments],
+            env=_environment(name),
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        raise PeerMissing(f"{name} did not end within {timeout_s:g} s") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise PeerMissing(f"{name} ended with status {done.returncode}: {lines[-1][:200]}")
-    for line in reversed(done.stdout.splitlines()):  # some say more while they end
         try:
-            return json.loads(line)
-        except json.JSONDecodeError:
-            continue
-    raise PeerMissing(f"{name} gave no answer")
+            process.wait(timeout_s)
+            failed = f"ended with status {process.returncode}" if process.returncode else "gave no answer"
+        except subprocess.TimeoutExpired:
+            failed = f"did not end within {timeout_s:g} s"
+        finally:
+            with suppress(ProcessLookupError):  # all of its session ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        return _answer(name, failed, output.read(), errors.read())
+
+
+def _answer(name: str, failed: str, output: str, errors: str) -> Any:
+    if not failed.startswith("ended"):
+        for line in reversed(output.splitlines()):  # some say more while they end
+            try:
+                return json.loads(line)
+            except json.JSONDecodeError:
+                continue
+    last = (errors.strip().splitlines() or ["no message"])[-1]
+    raise PeerMissing(f"{name} {failed}: {last[:200]}")

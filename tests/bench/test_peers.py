@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench import peers
@@ -44,3 +45,18 @@ def test_a_peer_that_gives_no_answer_is_no_figure(installed: Path) -> None:
     (installed / "mute.py").write_text("print('INFO bye')\n")
     with pytest.raises(peers.PeerMissing, match="echo gave no answer"):
         peers.ask("echo", "mute.py")
+
+
+def test_what_a_slow_peer_has_said_in_time_counts(installed: Path) -> None:
+    (installed / "slow.py").write_text("import threading\nprint('[1]', flush=True)\nthreading.Event().wait()\n")
+    assert peers.ask("echo", "slow.py", timeout_s=1.5) == [1]
+
+
+def test_nothing_that_a_peer_started_outlives_the_question(installed: Path) -> None:
+    child = "import os, threading; print([os.getpid()], flush=True); threading.Event().wait()"
+    (installed / "parent.py").write_text(
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}]).wait()\n"
+    )
+    (pid,) = peers.ask("echo", "parent.py", timeout_s=1.5)
+    _, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10.0)
+    assert not alive

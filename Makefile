@@ -33,9 +33,10 @@ $(VENV)/.tools: $(VENV)/.installed
 demo: venv
 	$(PY) -m cluster demo
 
-# Without the slow ones: `pytest tests/engine/kernels tests/engine/cuda` runs those too.
+# Without the slow ones: `pytest tests/engine/kernels tests/engine/cuda` runs those too. On two cores; a file's tests,
+# and all that start a Ray cluster, run one after the other (tests/conftest.py).
 test: tools check
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow" --numprocesses 2 --dist loadgroup
 
 explore: venv
 	$(PY) -m tests.explore --schedules 1000000

@@ -17,6 +17,16 @@ def pytest_configure() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where the suite runs in several processes, fixtures of a file are set up once, and there is one Ray cluster."""
+    for item in items:
+        path = item.path.relative_to(item.config.rootpath)
+        if path.is_relative_to("tests/explore"):
+            continue  # minutes, of parts that share nothing
+        starts_ray = path.is_relative_to("tests/cluster") and item.get_closest_marker("processes") is not None
+        item.add_marker(pytest.mark.xdist_group("ray" if starts_ray else str(path)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_torch_thread() -> None:
     """The tests share few cores, and tiny tensors gain nothing from threads."""

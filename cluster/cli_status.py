@@ -20,6 +20,11 @@ from kvrelay.summary import format_bytes, summarize_route, summarize_waterfall
 TIMEOUT_S = 10.0
 REFRESH_S = 1.0
 NO_TERMINAL_WIDTH = 160
+FULL_WIDTH = 112
+"""Of a terminal that has room for every column; a narrower one gets the pool as a bar."""
+BAR_WIDTH = 12
+_BLOCKS = {"owned": ("█", "blue"), "leased": ("▓", "yellow"), "quarantined": ("!", "red"), "cached": ("▒", "cyan")}
+"""How a bar shows them, in this order; the rest is free, or not told."""
 _STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "lost": "red"}
 
 
@@ -37,7 +42,8 @@ def status(endpoint: Endpoint, as_json: bool, watch: bool) -> None:
         elif as_json:
             echo_json(client.status())
         else:
-            _console().print(status_view(client.status()))
+            console = _console()
+            console.print(status_view(client.status(), console.width))
 
 
 @click.command()
@@ -65,7 +71,7 @@ def explain(request_id: str | None, endpoint: Endpoint, as_json: bool, last: int
         _console().print(explanation_view(explanation))
 
 
-def status_view(status: ClusterStatus) -> RenderableType:
+def status_view(status: ClusterStatus, width: int = NO_TERMINAL_WIDTH) -> RenderableType:
     headline = (
         f"router {status.router_id}, version {status.version}, up {format_duration(status.uptime_ms // 1000)}: "
         f"{status.live_requests} live requests, {status.requests_total} in all, {status.requests_failed} failed, "
@@ -73,14 +79,48 @@ def status_view(status: ClusterStatus) -> RenderableType:
     )
     if not status.workers:
         return Group(Text(headline), Text("no workers"))
+    table = _full_table(status.workers) if width >= FULL_WIDTH else _narrow_table(status.workers)
+    return Group(Text(headline), table, *_remarks(status.workers), *_prediction(status))
+
+
+def _full_table(workers: Sequence[WorkerStatus]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("worker", "role", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("running", "waiting", "blocks", "free", "cached", "owned", "speed", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
-    for worker in status.workers:
+    for worker in workers:
         table.add_row(*_cells(worker))
-    return Group(Text(headline), table, *_remarks(status.workers), *_prediction(status))
+    return table
+
+
+def _narrow_table(workers: Sequence[WorkerStatus]) -> Table:
+    """Within 80 columns: counts of blocks are a bar, and the share of the pool that is held."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("worker", no_wrap=True, max_width=18)
+    for name in ("role", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("run", "wait"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("blocks", no_wrap=True, min_width=BAR_WIDTH)
+    for name in ("held", "speed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker in workers:
+        held = worker.blocks_owned + worker.blocks_leased + worker.blocks_quarantined
+        share = f"{held / worker.blocks_total:.0%}" if worker.blocks_total else "-"
+        counts = (str(worker.running), str(worker.waiting))
+        table.add_row(*_cells(worker)[:3], *counts, blocks_bar(worker), share, speed_of(worker))
+    return table
+
+
+def blocks_bar(worker: WorkerStatus) -> Text:
+    """What is there at all is at least one character."""
+    bar = Text()
+    for state, (character, style) in _BLOCKS.items():
+        count = getattr(worker, f"blocks_{state}")
+        cells = max(1, round(count * BAR_WIDTH / worker.blocks_total)) if count and worker.blocks_total else 0
+        bar.append(character * min(cells, BAR_WIDTH - len(bar)), style)
+    return bar.append("░" * (BAR_WIDTH - len(bar)), "dim")
 
 
 def _prediction(status: ClusterStatus) -> Iterator[Text]:
@@ -160,16 +200,17 @@ def _watch(client: Client) -> None:
     """Until Ctrl-C. A router that is away for a while is shown as such, and asked again."""
     tick = threading.Event()  # never set: its timed wait is the refresh interval, and Ctrl-C ends it at once
     try:
-        with Live(_view_or_error(client), console=_console(), auto_refresh=False) as live:
+        console = _console()
+        with Live(_view_or_error(client, console.width), console=console, auto_refresh=False) as live:
             while not tick.wait(REFRESH_S):
-                live.update(_view_or_error(client), refresh=True)
+                live.update(_view_or_error(client, console.width), refresh=True)
     except KeyboardInterrupt:
         return
 
 
-def _view_or_error(client: Client) -> RenderableType:
+def _view_or_error(client: Client, width: int) -> RenderableType:
     try:
-        return status_view(client.status())
+        return status_view(client.status(), width)
     except UnavailableError as error:
         return Text(one_line(error), style="red")
 

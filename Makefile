@@ -5,7 +5,7 @@ PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
 RELEASED := tests/data/protos/released.binpb
 PACKAGES := kvrelay router worker prefill_worker decode_worker kv_transfer engine cluster bench
 
-.PHONY: venv tools demo test explore check deploy-check format proto proto-released bench bench-peers gpu-check clean
+.PHONY: venv tools demo test explore check deploy-check page-check format proto proto-released bench bench-peers gpu-check clean
 
 venv: $(VENV)/.installed
 
@@ -56,6 +56,10 @@ deploy-check: tools
 	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,tools,deploy]'
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest tests/cluster/test_chart.py tests/cluster/test_deploy_files.py \
 		tests/cluster/test_monitoring.py
+
+# The status page in a headless Chromium, which has to be on the path; its screenshots stay in build/page-check.
+page-check: venv
+	$(PY) -m pytest tests/router/http/test_status_page_in_browser.py --basetemp build/page-check
 
 format: venv
 	$(VENV)/bin/ruff check --fix .

@@ -120,6 +120,14 @@ ALERTS = (
         "More kv_memory_bytes, or more decode workers; kvrelay plan does the sum.",
     ),
     Alert(
+        "KvrelayTransfersFail",
+        _share(_rate("kvrelay_kv_transfers_failed_total"), _rate("kvrelay_kv_transfers_total")) + " > 0.05",
+        "10m",
+        "warning",
+        "More than 5 % of hand-overs fail in part: decode workers compute prompts again.",
+        "Links on the status page name the pair and the error.",
+    ),
+    Alert(
         "KvrelayBlocksQuarantined",
         f'sum by ({CLUSTER}, worker) (kvrelay_kv_blocks{{state="quarantined"}}) > 0',
         "5m",
@@ -163,6 +171,9 @@ PANELS = (
     _latency("Time to first token", "kvrelay_time_to_first_token_seconds"),
     _latency("Time between tokens", "kvrelay_inter_token_latency_seconds"),
     _latency("Whole call", "kvrelay_e2e_request_latency_seconds"),
+    _latency("Time by output token, of whole outputs", "kvrelay_request_time_per_output_token_seconds"),
+    _latency("Waiting for blocks and turns", "kvrelay_request_queue_time_seconds"),
+    _latency("Transfer of KV that nothing hides", "kvrelay_kv_transfer_exposed_seconds"),
     Panel(
         "Tokens",
         "cps",
@@ -189,11 +200,27 @@ PANELS = (
     Panel(
         "Prompt tokens found in caches",
         "percentunit",
-        ((_share(_rate("kvrelay_prefix_cache_hits_total"), _rate("kvrelay_prefix_cache_queries_total")), "found"),),
+        (
+            (
+                f"{_rate('kvrelay_prefix_cache_hits_total', 'source')} / ignoring (source) group_left "
+                f"clamp_min({_rate('kvrelay_prefix_cache_queries_total')}, 1e-9)",
+                "at {{source}} workers",
+            ),
+        ),
     ),
     Panel("Requests that run", "short", (("kvrelay_num_requests_running", "{{worker}}"),)),
     Panel("Requests that wait", "short", (("kvrelay_num_requests_waiting", "{{worker}}"),)),
-    Panel("KV from prefill to decode workers", "Bps", ((_rate("kvrelay_kv_bytes_sent_total"), "sent"),)),
+    Panel(
+        "KV from prefill to decode workers",
+        "Bps",
+        ((_rate("kvrelay_kv_transfer_bytes_total", "transport"), "{{transport}}"),),
+    ),
+    Panel(
+        "Hand-overs that failed, by decode worker",
+        "reqps",
+        ((_rate("kvrelay_kv_transfers_failed_total", "decode"), "{{decode}}"),),
+    ),
+    Panel("Preemptions", "reqps", ((_rate("kvrelay_worker_preemptions_total", "worker"), "{{worker}}"),)),
     Panel(
         "KV pools in use",
         "percentunit",

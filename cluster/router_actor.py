@@ -12,15 +12,16 @@ from typing import Any
 
 from cluster.control import send_order
 from engine.errors import EngineError
+from kvrelay._logs import log_to_stderr
 from router.config import RouterConfig
 from router.server import RouterServer
-from worker.process import exit_with_raylet, log_to_stderr
+from worker.process import exit_with_raylet
 
 
 class RouterActor:
     def __init__(self, config: RouterConfig, drain_s: float, control_path: str = "") -> None:
         """`control_path`: where whoever supervises the cluster takes orders."""
-        log_to_stderr(config.router_id)
+        log_to_stderr(config.router_id, config.log_format)
         exit_with_raylet()
         self._server = RouterServer(config)
         self._drain_s = drain_s

@@ -14,6 +14,7 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.knobs import Knobs
 from kv_transfer.identity import DEFAULT_TRANSPORTS, parse_transports
+from kvrelay._logs import LOG_FORMATS
 from router.config import RouterConfig
 from worker.config import WorkerConfig
 
@@ -142,6 +143,12 @@ class RouterSpec:
     """Its private key, PEM file."""
     tls_client_ca: str = ""
     """Authorities, PEM file; with it, only clients with a certificate of one of them are served."""
+    log_calls: bool = False
+    """One line of the log for each call: where it ran, how long it took, how it ended."""
+    otlp_endpoint: str = ""
+    """`http://HOST:PORT` of a collector that takes traces as OTLP over gRPC (https:// over TLS). Default: no traces."""
+    trace_ratio: float = 1.0
+    """Of the calls that bring no trace context, how many are traced. The others are if their caller traces them."""
     ray_resource: str = ""
     """Like that of pools."""
 
@@ -165,6 +172,9 @@ class RouterSpec:
             tls_cert=_absolute(self.tls_cert),
             tls_key=_absolute(self.tls_key),
             tls_client_ca=_absolute(self.tls_client_ca),
+            log_calls=self.log_calls,
+            otlp_endpoint=self.otlp_endpoint,
+            trace_ratio=self.trace_ratio,
         )
 
     @property
@@ -240,6 +250,8 @@ class ClusterSpec:
     """An alias, a Hugging Face id, a folder of safetensors, or a GGUF file."""
     dtype: str = _ENGINE.dtype
     """Of weights and activations."""
+    log_format: str = "text"
+    """Of the logs of router and workers: "text", or "json", an object for each line."""
     pools: PoolsSpec = field(default_factory=PoolsSpec)
     router: RouterSpec = field(default_factory=RouterSpec)
     ray: RaySpec = field(default_factory=RaySpec)
@@ -251,6 +263,8 @@ class ClusterSpec:
         if not self.model:
             raise ConfigError("model must not be empty")
         self.pools.decode.engine("", self.dtype)  # its check of dtype is ours
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {quoted(self.log_format)}")
         prefill, decode = (pool.kv_dtype(self.dtype) for pool in (self.pools.prefill, self.pools.decode))
         if self.pools.prefill.replicas and prefill != decode:
             raise ConfigError(
@@ -295,6 +309,7 @@ class ClusterSpec:
             worker_id=worker_id,
             model_name=self.model,
             host=pool.host,
+            log_format=self.log_format,
             drain_s=self.supervision.drain_s,
             kv_transports=parse_transports(pool.kv_transports),
             max_lent_share=pool.max_lent_share,
@@ -302,7 +317,8 @@ class ClusterSpec:
         )
 
     def router_config(self, model_path: str) -> RouterConfig:
-        return self.router.config(model_path, self.model, f"{self.name}-router")
+        config = self.router.config(model_path, self.model, f"{self.name}-router")
+        return replace(config, log_format=self.log_format)
 
 
 def _absolute(path: str) -> str:

@@ -32,6 +32,7 @@ class Stream:
     session: Session
     request_id: str
     request: Request
+    traceparent: str
     deadline: Timer
     phase: Phase = Phase.WAITING
     hand_over: HandOver | None = None

@@ -20,8 +20,7 @@ asks for nothing, follows when that has begun; `HandedOver` does not.
 Cancel, the end of the session, the deadline and an engine error lead from everywhere to the same exit: the ticket is
 closed, the engine forgets the request, and a slot that is still being written stays in quarantine until it is quiet.
 
-Records belong to the event loop, which is told of everything in the order in which it happened; the engine and the
-links only call back.
+Records belong to the event loop, which is told of everything in the order of events; engine and links only call back.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from worker.block_feed import BlockFeed
 from worker.config import WorkerConfig
 from worker.core import WorkerCore
 from worker.engine_builder import EngineParts, build_engine
-from worker.incoming import read_request, read_timeout_s
+from worker.incoming import read_request, read_timeout_s, read_traceparent
 from worker.outputs import output_to_proto
 from worker.session import Session
 from worker.threads import Threads, Timer
@@ -153,6 +152,7 @@ class DecodeWorker:
             session=session,
             request_id=reserve.request_id,
             request=request,
+            traceparent=read_traceparent(reserve),
             deadline=core.call_later(timeout_s, self._overdue, key),
         )
         core.live.add(record)

@@ -101,21 +101,17 @@ class Route:
     recomputed_tokens: int
     """Prompt tokens that the decode worker computed although a prefill worker was asked."""
     transport: str
+    transfer_us: int = 0
+    """First byte of the first block to the adoption of the last one."""
+    transfer_error: str = ""
+    """Why KV did not come, where it was asked for."""
+    prefill_cached_tokens: int = 0
+    """That the prefill worker found in its own prefix cache."""
+    decode_cached_tokens: int = 0
 
     @classmethod
     def from_proto(cls, message: router_pb2.Route) -> Self:
-        return cls(
-            prefill_worker=message.prefill_worker,
-            decode_worker=message.decode_worker,
-            attempts=message.attempts,
-            blocks_computed=message.blocks_computed,
-            blocks_sent=message.blocks_sent,
-            blocks_adopted=message.blocks_adopted,
-            blocks_cached=message.blocks_cached,
-            bytes_sent=message.bytes_sent,
-            recomputed_tokens=message.recomputed_tokens,
-            transport=message.transport,
-        )
+        return cls(**{name: getattr(message, name) for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +132,8 @@ class Waterfall:
     """From the first token to the second; 0 if there was only one."""
     decode_tokens_per_s: float
     """Tokens after the first, over the time since the first; 0 if there was only one."""
+    handed_over_us: int = 0
+    """From receipt to the decode worker's account of the KV; 0 if it gave none."""
 
     @classmethod
     def from_proto(cls, message: router_pb2.Waterfall) -> Self:
@@ -145,6 +143,7 @@ class Waterfall:
             after_first=tuple(Span(part.name, part.duration_us) for part in message.after_first),
             second_token_us=message.second_token_us,
             decode_tokens_per_s=message.decode_tokens_per_s,
+            handed_over_us=message.handed_over_us,
         )
 
 

@@ -42,7 +42,7 @@ from worker.block_feed import BlockFeed
 from worker.config import WorkerConfig
 from worker.core import WorkerCore
 from worker.engine_builder import EngineParts, build_engine
-from worker.incoming import read_layout, read_request, read_timeout_s
+from worker.incoming import read_layout, read_request, read_timeout_s, read_traceparent
 from worker.outputs import output_to_proto
 from worker.session import Session
 from worker.threads import Threads, Timer
@@ -58,6 +58,7 @@ class _Prompt:
     session: Session
     request_id: str
     request: Request
+    traceparent: str
     deadline: Timer
     sending: bool
     """A transfer is open."""
@@ -165,6 +166,7 @@ class PrefillWorker:
             session=session,
             request_id=prefill.request_id,
             request=request,
+            traceparent=read_traceparent(prefill),
             deadline=core.call_later(timeout_s, self._overdue, key),
             sending=shipment is not None,
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import secrets
 import signal
@@ -20,6 +19,7 @@ import uvloop
 from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError, EngineError
 from engine.native.build import default_cache
+from kvrelay._logs import LOG_FORMATS, log_to_stderr
 from router.config import RouterConfig
 from router.server import RouterServer
 
@@ -85,6 +85,12 @@ async def serve(config: RouterConfig, grace_s: float) -> None:
     default=lambda: str(default_cache()),
     help="Folder for native libraries, compiled at the first start; '' does without.",
 )
+@click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", show_default=True)
+@click.option("--log-calls", is_flag=True, help="One line of the log for each call.")
+@click.option(
+    "--otlp-endpoint", default="", metavar="URL", help="http://HOST:PORT of a collector of traces (OTLP, gRPC)."
+)
+@click.option("--trace-ratio", type=float, default=1.0, show_default=True, help="Of calls without a trace context.")
 @click.option("--grace-s", type=float, default=5.0, show_default=True, help="For live requests on a stop.")
 def main(
     model: Path,
@@ -96,9 +102,6 @@ def main(
     **settings: str | float,
 ) -> None:
     """Run one router until SIGTERM or SIGINT."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s router %(levelname)s %(name)s: %(message)s"
-    )
     try:
         config = RouterConfig(
             model_path=str(model),
@@ -110,6 +113,7 @@ def main(
         )
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
+    log_to_stderr("router", config.log_format)
     try:
         uvloop.run(serve(config, grace_s))
     except EngineError as error:

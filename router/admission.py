@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import islice
 
 from engine.errors import DeadlineExceeded, EngineError, QueueFull, RequestCancelled, RequestError
+from kvrelay._logs import log_fields
 from router.shedding import allowance
 
 
 class LiveRequest:
     """A request between its admission and its terminal status. Client cancel, deadline and `abort` are one event."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, since: float = 0.0, traceparent: str = "") -> None:
+        """`since`: when it was admitted, on the clock of whoever admits."""
         self.request_id = request_id
+        self.since = since
+        self.traceparent = traceparent
+        """Of its trace, for workers."""
         self._scope: asyncio.Timeout | None = None
         self._timeout_s = 0.0
         self._cause: EngineError | None = None
@@ -53,17 +60,22 @@ class Admission:
     Invariant: a request id is in `_live` exactly while its `admit` block runs; nothing else counts requests.
     """
 
-    def __init__(self, max_live: int) -> None:
+    def __init__(self, max_live: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`max_live` is for priority 0: each priority has its allowance of it, at least one place."""
         self._max_live = max_live
+        self._clock = clock
         self._live: dict[str, LiveRequest] = {}
 
     @property
     def live(self) -> int:
         return len(self._live)
 
+    def requests(self, limit: int) -> list[LiveRequest]:
+        """The `limit` that are live for longest, oldest first."""
+        return list(islice(self._live.values(), limit))
+
     @contextmanager
-    def admit(self, request_id: str, priority: int = 0) -> Iterator[LiveRequest]:
+    def admit(self, request_id: str, priority: int = 0, traceparent: str = "") -> Iterator[LiveRequest]:
         """Hold a place for `request_id`. Raises `QueueFull`, or `RequestError` if the id is live already."""
         if request_id in self._live:
             raise RequestError("request_id", f"{request_id!r} is live already; ids are unique while they are")
@@ -72,9 +84,10 @@ class Admission:
             raise QueueFull(
                 f"{len(self._live)} requests are live; the limit of priority {priority} is {limit}; try again later"
             )
-        request = self._live[request_id] = LiveRequest(request_id)
+        request = self._live[request_id] = LiveRequest(request_id, self._clock(), traceparent)
         try:
-            yield request
+            with log_fields(request_id=request_id):
+                yield request
         finally:
             del self._live[request_id]
 

@@ -133,6 +133,10 @@ class Attempt:
             bytes_sent=handed_over.bytes_received,
             recomputed_tokens=handed_over.recomputed_tokens,
             transport=handed_over.transport,
+            transfer_us=handed_over.transfer_us,
+            transfer_error=handed_over.error,
+            prefill_cached_tokens=prefilled.cached_tokens,
+            decode_cached_tokens=self.reserved.ticket.cached_tokens if self.reserved is not None else 0,
         )
 
     def _note(self, lane: Lane, message: LaneMessage) -> None:

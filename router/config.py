@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError
 from engine.routing_key import MAX_SEED
+from kvrelay._logs import LOG_FORMATS
 
 MIB = 1024 * 1024
 
@@ -74,6 +75,16 @@ class RouterConfig:
     explain_capacity: int = 1000
     """Requests whose placement can still be explained."""
 
+    log_format: str = "text"
+    """Of the process's log: "text", or a JSON object for each line."""
+    log_calls: bool = False
+    """One line of the log for each call: where it ran, how long it took, how it ended."""
+    otlp_endpoint: str = ""
+    """`http://HOST:PORT` of a collector that takes traces as OTLP over gRPC (https:// over TLS); empty: none. Needs the
+    extra `otel`."""
+    trace_ratio: float = 1.0
+    """Of the calls that bring no trace context, how many are traced. The others are if their caller traces them."""
+
     routing_seed: int = 0
     """Of routing keys; the same for all routers of a cluster, also after a restart. Who knows it can have requests sent
     to the wrong worker, and nothing else: `kvrelay up` draws one."""
@@ -130,6 +141,15 @@ class RouterConfig:
         if len(set(self.workers)) != len(self.workers):
             raise ConfigError(f"workers names an address twice: {', '.join(self.workers)}")
         self._check_amounts()
+        self._check_telling()
+
+    def _check_telling(self) -> None:
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp_endpoint must begin with http:// or https://, got {self.otlp_endpoint!r}")
+        if not 0 <= self.trace_ratio <= 1:
+            raise ConfigError(f"trace_ratio must be in [0, 1], got {self.trace_ratio}")
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
 
     def _check_amounts(self) -> None:
         if not 0 <= self.routing_seed <= MAX_SEED:

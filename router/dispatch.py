@@ -119,18 +119,18 @@ class Dispatcher:
         emit: Emit,
         timeout_s: float | None,
         tenant: Tenant = ANYBODY,
+        traceparent: str = "",
     ) -> None:
         """Serve one call: Accepted, Tokens and Finished go to `emit`; any other end is an `EngineError`.
 
-        `timeout_s` is what the caller's deadline leaves. However the call ends, no worker and no map here holds
-        anything of it afterwards.
+        `timeout_s` is what the caller's deadline leaves. However the call ends, nothing of it is left here or there.
         """
         waterfall = WaterfallRecorder(self._clock())
         request_id = validate.request_id_of(message)
         timeout_s = self._config.default_timeout_s if timeout_s is None else timeout_s
         key = tenant.qualified(request_id)
         priority = validate.priority_of(message, tenant)
-        with self.admission.admit(key, priority) as live, self.history.record(key) as record:
+        with self.admission.admit(key, priority, traceparent) as live, self.history.record(key) as record:
             async with live.within(timeout_s):
                 request = await self._read(message, request_id, tenant.scope, priority, live)
                 n = message.n or 1
@@ -390,6 +390,7 @@ class Dispatcher:
         message.sampling.CopyFrom(job.request.sampling)
         message.scope = job.request.scope
         message.priority = job.request.priority
+        message.traceparent = job.live.traceparent
         message.num_public_tokens = job.request.num_public_tokens
         message.timeout_ms = max(1, int(job.live.remaining_s() * 1000))
         return message

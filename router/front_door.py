@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from engine.errors import DeadlineExceeded
 from kvrelay.v1 import router_pb2
@@ -17,6 +18,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.limits import TenantLimits
 from router.metrics import RouterMetrics
+from router.telemetry import NO_HEADERS, CallRecord, Telemetry, TraceHeaders
 from router.tenants import Tenant, Tenants
 
 
@@ -28,6 +30,7 @@ class FrontDoor:
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self.tenants = tenants
         self.limits = TenantLimits()
@@ -35,13 +38,19 @@ class FrontDoor:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._clock = clock
+        self._telemetry = telemetry
 
     async def generate(
-        self, tenant: Tenant, message: router_pb2.GenerateRequest, emit: Emit, timeout_s: float | None
+        self,
+        tenant: Tenant,
+        message: router_pb2.GenerateRequest,
+        emit: Emit,
+        timeout_s: float | None,
+        headers: TraceHeaders = NO_HEADERS,
     ) -> None:
-        """`Dispatcher.generate` within the tenant's limits, measured."""
+        """`Dispatcher.generate` within the tenant's limits, measured, and traced where that is wanted."""
         now = self._clock()
-        with self._metrics.call(now) as call:
+        with self._metrics.call(now) as call, self._told(tenant, message, headers) as record:
             validate.check_n(message, self._config.max_n)
             with self.limits.admit(tenant, message.n or 1, now):
 
@@ -49,9 +58,18 @@ class FrontDoor:
                     await emit(event)
                     now = self._clock()
                     self.limits.charge(tenant, call.sent(event, now), now)
+                    if record is not None:
+                        record.note(event)
 
-                await self._dispatcher.generate(message, metered, timeout_s, tenant)
+                traceparent = "" if record is None else record.traceparent
+                await self._dispatcher.generate(message, metered, timeout_s, tenant, traceparent)
                 call.finished(self._clock())
+
+    def _told(
+        self, tenant: Tenant, message: router_pb2.GenerateRequest, headers: TraceHeaders
+    ) -> AbstractContextManager[CallRecord | None]:
+        telemetry = self._telemetry
+        return nullcontext() if telemetry is None else telemetry.call(tenant.name, message, headers)
 
     def cancel(self, tenant: Tenant, request_id: str) -> bool:
         """End a live request of this tenant. False: it has none of this id."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,6 +18,7 @@ from kvrelay._wire import finish_reason_from_proto
 from kvrelay.v1 import router_pb2
 from router.admission import Admission
 from router.explain import History
+from router.links import LinkAccount, exposed_us
 from router.placement_metrics import placement_families
 from router.registry import Registry
 from router.worker_client import WorkerState
@@ -25,6 +26,8 @@ from router.worker_client import WorkerState
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_STAGE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 _E2E_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 
 
@@ -49,15 +52,28 @@ class Histogram:
 
 
 class RouterMetrics(Collector):
-    def __init__(self, admission: Admission, registry: Registry, history: History) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        registry: Registry,
+        history: History,
+        trace_counts: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        """`trace_counts`: spans by what became of them; nothing where nothing is traced."""
+        self._trace_counts = trace_counts
         self._admission = admission
         self._history = history
         self._workers = registry
         self._ttft, self._itl, self._e2e = Histogram(_TTFT_S), Histogram(_ITL_S), Histogram(_E2E_S)
+        self._tpot = Histogram(_TPOT_S)
+        self._stages = {name: Histogram(_STAGE_S) for name in _STAGES}
+        self.links = LinkAccount()
         self._finished: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._answered: Counter[tuple[str, int]] = Counter()
         self._tokens: Counter[str] = Counter()
+        self._hits: Counter[str] = Counter()
+        """Prompt tokens by the role of the worker whose cache had them."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -77,6 +93,16 @@ class RouterMetrics(Collector):
         """One HTTP request; `path` is one of ours, or "unknown"."""
         self._answered[path, status] += 1
 
+    @property
+    def errors(self) -> Mapping[str, int]:
+        """Calls that did not end well, by class."""
+        return self._failed
+
+    @property
+    def generation_tokens(self) -> int:
+        """Handed to clients so far."""
+        return self._tokens["generation_tokens"]
+
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
@@ -86,6 +112,11 @@ class RouterMetrics(Collector):
         yield self._e2e.family(
             "kvrelay_e2e_request_latency_seconds", "From receipt to last word, of calls that succeeded."
         )
+        yield self._tpot.family(
+            "kvrelay_request_time_per_output_token_seconds", "Of one output: its time after the first token, by token."
+        )
+        for name, text in _STAGES.items():
+            yield self._stages[name].family(f"kvrelay_{name}_seconds", text)
         yield _counter("kvrelay_request_success", "Outputs that finished.", "finished_reason", self._finished)
         yield _counter("kvrelay_request_errors", "Calls that ended otherwise, by class.", "error", self._failed)
         answered = CounterMetricFamily("kvrelay_http_requests", "Answered.", labels=["path", "status"])
@@ -94,6 +125,9 @@ class RouterMetrics(Collector):
         yield answered
         for name, text in _TOKEN_COUNTERS.items():
             yield CounterMetricFamily(f"kvrelay_{name}", text, value=self._tokens[name])
+        yield _counter("kvrelay_prefix_cache_hits", "Of these, found, by role of who had them.", "source", self._hits)
+        yield _counter("kvrelay_trace_spans", "By what became of them.", "outcome", Counter(self._trace_counts()))
+        yield from self.links.families()
         yield GaugeMetricFamily("kvrelay_requests_live", "Calls that this router serves.", value=self._admission.live)
         yield from self._worker_families()
         yield from placement_families(self._workers, self._history)
@@ -105,6 +139,7 @@ class RouterMetrics(Collector):
         waiting = GaugeMetricFamily("kvrelay_num_requests_waiting", "For blocks or for a turn.", labels=labels)
         blocks = GaugeMetricFamily("kvrelay_kv_blocks", "Of the pool, by state.", labels=[*labels, "state"])
         errors = CounterMetricFamily("kvrelay_worker_errors", "Typed errors.", labels=[*labels, "error"])
+        told = {name: family(f"kvrelay_worker_{name}", text, labels=labels) for name, (family, text) in _LOADS.items()}
         for client in self._workers.workers:
             if client.peer is None:
                 continue
@@ -119,26 +154,66 @@ class RouterMetrics(Collector):
                 blocks.add_metric([*key, state], getattr(load, f"blocks_{state}"))
             for error, count in load.errors.items():
                 errors.add_metric([*key, error], count)
-        yield from (up, running, waiting, blocks, errors)
+            for name, family in told.items():
+                family.add_metric(key, getattr(load, name))
+        yield from (up, running, waiting, blocks, errors, *told.values())
 
     def _count_finished(self, finished: router_pb2.Finished) -> None:
         usage = finished.usage
         self._finished[finish_reason_from_proto(finished.reason) or "unknown"] += 1
         self._tokens["kv_bytes_sent"] += finished.route.bytes_sent
         self._tokens["request_resumes"] += max(0, finished.route.attempts - 1)
+        self.links.note(finished)
+        self._observe_stages(finished)
         if finished.choice == 0:  # the choices of a call share the prompt
             self._tokens["prefix_cache_queries"] += usage.prompt_tokens
-            self._tokens["prefix_cache_hits"] += usage.cached_tokens
+            at_decode = min(finished.route.decode_cached_tokens, usage.cached_tokens)
+            self._hits["decode"] += at_decode
+            self._hits["prefill"] += usage.cached_tokens - at_decode
+
+    def _observe_stages(self, finished: router_pb2.Finished) -> None:
+        waterfall, count = finished.waterfall, finished.usage.completion_tokens
+        spent = {part.name: part.duration_us / 1e6 for part in waterfall.parts}
+        self._stages["request_queue_time"].observe(spent.get("reserve_wait", 0.0) + spent.get("prefill_queue", 0.0))
+        computed_s = spent.get("prefill_compute", 0.0) + spent.get("decode_prefill", 0.0)
+        self._stages["request_prefill_time"].observe(computed_s)
+        if waterfall.decode_tokens_per_s > 0:
+            self._tpot.observe(1 / waterfall.decode_tokens_per_s)
+            self._stages["request_decode_time"].observe((count - 1) / waterfall.decode_tokens_per_s)
+        if finished.route.blocks_sent:
+            self._stages["kv_transfer_time"].observe(finished.route.transfer_us / 1e6)
+            self._stages["kv_transfer_exposed"].observe(exposed_us(waterfall) / 1e6)
 
 
 _TOKEN_COUNTERS = {
     "prompt_tokens": "Prompt tokens of calls that were accepted.",
     "generation_tokens": "Output tokens handed to clients.",
     "prefix_cache_queries": "Prompt tokens that were looked up in prefix caches.",
-    "prefix_cache_hits": "Of these, found.",
     "kv_bytes_sent": "KV that went from prefill to decode workers.",
     "request_resumes": "Placements after the first, because a worker was lost or refused.",
 }
+
+
+_STAGES = {
+    "request_queue_time": "Of one output: waiting for blocks and for a turn, at both workers.",
+    "request_prefill_time": "Of one output: computing its prompt, where a worker did.",
+    "request_decode_time": "Of one output: from its first to its last token.",
+    "kv_transfer_time": "Of one output whose KV moved: first byte of the first block to the last block's adoption.",
+    "kv_transfer_exposed": "Of it, what the second token waited for; the rest was hidden behind computing.",
+}
+_LOADS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str]] = {
+    "preemptions": (CounterMetricFamily, "Requests that gave their blocks to others, since the worker's start."),
+    "preemptions_swapped": (CounterMetricFamily, "Of these, with the KV kept in host memory."),
+    "blocks_evicted": (CounterMetricFamily, "Cached blocks given up."),
+    "host_blocks_restored": (CounterMetricFamily, "Blocks copied back from host memory."),
+    "host_blocks_used": (GaugeMetricFamily, "Blocks in host memory."),
+    "blocks_lent": (GaugeMetricFamily, "Owned blocks that decode workers may read where they are."),
+    "waiting_tokens": (GaugeMetricFamily, "Prompt tokens still to be computed."),
+    "prefill_tokens_per_s": (GaugeMetricFamily, "Measured; 0 while unknown."),
+    "decode_step_ms": (GaugeMetricFamily, "Measured; 0 while unknown."),
+    "resident_bytes": (GaugeMetricFamily, "Memory of the process."),
+}
+"""Fields of `Load` that are exported under their own names."""
 
 
 class CallMeter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -20,14 +21,17 @@ from router.dispatch import Dispatcher
 from router.front_door import FrontDoor
 from router.http.routes import Routes
 from router.http.server import HttpServer
+from router.http.status_routes import StatusRoutes
 from router.malformed import RefuseMalformed
 from router.metrics import RouterMetrics
 from router.native.index import make_index
 from router.registry import Registry
 from router.served_model import ServedModel, load_served_model
 from router.service import AdminService, RouterService
+from router.status import StatusReader
+from router.telemetry import Telemetry, Tracer
 from router.tenants import load_tenants
-from router.tls import load_server_tls
+from router.tls import ServerTls, load_server_tls
 
 LAST_WORD_S = 1.0
 """For a client to take in that its request was ended by a stop."""
@@ -56,6 +60,7 @@ class RouterServer:
         self._registry: Registry | None = None
         self._dispatcher: Dispatcher | None = None
         self._audit = AuditLog()
+        self._tracer: Tracer | None = None
 
     @property
     def registry(self) -> Registry:
@@ -87,23 +92,24 @@ class RouterServer:
         )
         registry = Registry(self._config, model.fingerprint, index)
         dispatcher = Dispatcher(self._config, model, registry)
-        metrics = RouterMetrics(dispatcher.admission, registry, dispatcher.history)
-        front = FrontDoor(self._config, tenants, dispatcher, metrics)
+        tracer = self._tracer = _open_tracer(self._config, model.name)
+        counts = dict if tracer is None else tracer.counts
+        metrics = RouterMetrics(dispatcher.admission, registry, dispatcher.history, counts)
+        wanted = tracer is not None or self._config.log_calls
+        telemetry = Telemetry(tracer, self._config.log_calls, time.monotonic) if wanted else None
+        front = FrontDoor(self._config, tenants, dispatcher, metrics, telemetry=telemetry)
         server = self._new_server()
         router_pb2_grpc.add_RouterServicer_to_server(RouterService(self._config, model, front), server)
-        router_pb2_grpc.add_AdminServicer_to_server(
-            AdminService(self._config, _version(), registry, dispatcher, tenants, audit), server
-        )
+        status = StatusReader(self._config, _version(), registry, dispatcher)
+        router_pb2_grpc.add_AdminServicer_to_server(AdminService(self._config, status, tenants, audit), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
             (ROUTER_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
-        wanted = f"{self._config.host}:{self._config.port}"
-        try:
-            port = server.add_insecure_port(wanted) if tls is None else server.add_secure_port(wanted, tls.grpc)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {wanted}: the port is in use, or the address not ours") from error
-        http = HttpServer(self._config, tenants, metrics, Routes(self._config, model, registry, front, metrics))
+        port = self._bind(server, tls)
+        routes = Routes(self._config, model, registry, front, metrics)
+        status_routes = StatusRoutes(model.name, tenants, status, dispatcher, metrics, audit)
+        http = HttpServer(self._config, tenants, metrics, routes, status_routes)
         try:
             self.http_address = await http.start(self._http_port(port), None if tls is None else tls.http)
         except ConfigError:
@@ -116,6 +122,13 @@ class RouterServer:
         self._health_task = asyncio.create_task(self._follow_readiness(), name="router health")
         await server.start()
         return f"{self._config.host}:{port}"
+
+    def _bind(self, server: grpc.aio.Server, tls: ServerTls | None) -> int:
+        wanted = f"{self._config.host}:{self._config.port}"
+        try:
+            return server.add_insecure_port(wanted) if tls is None else server.add_secure_port(wanted, tls.grpc)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {wanted}: the port is in use, or the address not ours") from error
 
     def set_workers(self, addresses: Mapping[str, str]) -> None:
         """Make the known workers exactly `addresses` (worker id to HOST:PORT). On the event loop."""
@@ -145,6 +158,8 @@ class RouterServer:
         self.dispatcher.close()
         self._audit.close()
         await self.registry.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     def _http_port(self, grpc_port: int) -> int:
         if self._config.http_port is not None:
@@ -173,6 +188,16 @@ class RouterServer:
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", ROUTER_SERVICE):
             await self._health.set(service, status)
+
+
+def _open_tracer(config: RouterConfig, model: str) -> Tracer | None:
+    if not config.otlp_endpoint:
+        return None
+    try:
+        from router.otel import OtelTracer  # an extra; nobody else waits for its import
+    except ImportError as error:
+        raise ConfigError(f"otlp_endpoint needs OpenTelemetry: pip install 'kvrelay[otel]' ({error})") from error
+    return OtelTracer(config.otlp_endpoint, config.trace_ratio, config.router_id, model)
 
 
 def _version() -> str:

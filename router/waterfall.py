@@ -81,7 +81,9 @@ class WaterfallRecorder:
             self._handed_over_us = self._us(now)
 
     def to_proto(self, num_outputs: int) -> router_pb2.Waterfall:
-        message = router_pb2.Waterfall(parts=_spans(self._parts), ttft_us=self._marked_us)
+        message = router_pb2.Waterfall(
+            parts=_spans(self._parts), ttft_us=self._marked_us, handed_over_us=self._handed_over_us or 0
+        )
         if self._first_us is None or self._second_us is None:
             return message
         wait = self._second_us - self._first_us

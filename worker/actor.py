@@ -10,8 +10,9 @@ from typing import Any
 
 import ray.util
 
+from kvrelay._logs import log_to_stderr
 from worker.config import NODE_HOST, WorkerConfig
-from worker.process import RunningWorker, exit_with_raylet, log_to_stderr
+from worker.process import RunningWorker, exit_with_raylet
 from worker.session import Role
 
 
@@ -19,7 +20,7 @@ class WorkerActor(ABC):
     """One worker process. `ray.remote` is applied to its subclasses, by whoever places them."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        log_to_stderr(config.worker_id)
+        log_to_stderr(config.worker_id, config.log_format)
         exit_with_raylet()
         if config.host == NODE_HOST:
             config = replace(config, host=str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]

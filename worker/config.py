@@ -8,6 +8,7 @@ from engine.cluster_key import ClusterKey
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from kv_transfer.identity import ADOPT, DEFAULT_TRANSPORTS, check_transports
+from kvrelay._logs import LOG_FORMATS
 
 MAX_LEASE_S = 5.0
 """A lease that nobody renews blocks memory for this long at most."""
@@ -45,6 +46,8 @@ class WorkerConfig:
     """Of tickets. Too short: a busy prefill worker loses it. Too long: a lost one delays the request."""
     max_timeout_s: float = 3600.0
     """No request holds blocks for longer, whatever its deadline says."""
+    log_format: str = "text"
+    """Of the process's log: "text", or a JSON object for each line."""
     drain_s: float = 1.0
     """On a stop, requests that run may finish within this time; the router resumes the others elsewhere."""
 
@@ -67,6 +70,8 @@ class WorkerConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         check_transports(self.kv_transports)
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
         if not 0 < self.max_lent_share <= 1:
             raise ConfigError(f"max_lent_share must be in (0, 1], got {self.max_lent_share}")
         if not 0 < self.lease_s <= MAX_LEASE_S:

@@ -136,6 +136,11 @@ class WorkerCore(Generic[T]):
         self.live.remove(record)
         if error is not None:
             self.count(error)
+            fields = {"request_id": record.request_id, "error_class": type(error).__name__}
+            if record.traceparent:
+                fields["trace_id"] = record.traceparent.split("-")[1]
+            told = "request %s ended: %s: %s"
+            logger.info(told, record.request_id, type(error).__name__, error, extra={"fields": fields})
         record.session.send_ended(record.request_id, error)
 
     def count(self, error: EngineError) -> None:

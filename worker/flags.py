@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from engine.knobs import KNOBS
 from engine.native.build import default_cache
 from kv_transfer.identity import DEFAULT_TRANSPORTS, parse_transports
+from kvrelay._logs import LOG_FORMATS
 from worker.config import WorkerConfig
 from worker.knob_options import knob_option
 from worker.process import exit_with_parent, run_worker
@@ -95,6 +96,7 @@ def _options() -> list[click.Parameter]:
             type=click.Path(path_type=Path),
             default=None,
         ),
+        option("--log-format", "Of the log.", type=click.Choice(LOG_FORMATS), default="text"),
         option("--drain-s", "Seconds that live requests get on a stop.", type=float, default=1.0),
         click.Option(["--exit-with-parent"], is_flag=True, help="Stop when the parent process dies (Linux)."),
     ]
@@ -108,6 +110,7 @@ def _worker_config(role: str, **flags: Any) -> WorkerConfig:
         model_name=flags["model_name"] or model.resolve().name,
         host=flags["host"],
         port=flags["port"],
+        log_format=flags["log_format"],
         drain_s=flags["drain_s"],
         kv_transports=parse_transports(flags["kv_transports"]),
         max_lent_share=flags["max_lent_share"],

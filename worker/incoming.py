@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from engine.block_hash import unpack_tokens
 from engine.errors import ConfigError, RequestError
 from engine.kv_layout import KvLayout
@@ -10,6 +12,7 @@ from kvrelay._wire import sampling_from_proto
 from kvrelay.v1 import worker_pb2
 
 MAX_SCOPE_BYTES = 256
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def read_request(
@@ -29,6 +32,11 @@ def read_request(
         priority=message.priority,
         num_public_tokens=message.num_public_tokens,
     )
+
+
+def read_traceparent(message: worker_pb2.Reserve | worker_pb2.Prefill) -> str:
+    """Empty where the request is not traced, or what came is no trace context: a log line is worth no refusal."""
+    return message.traceparent if _TRACEPARENT.fullmatch(message.traceparent) else ""
 
 
 def read_layout(ticket: worker_pb2.Ticket | worker_pb2.Prewarm) -> KvLayout | None:

@@ -21,6 +21,9 @@ class Live(Protocol):
     def session(self) -> Session: ...
     @property
     def request_id(self) -> str: ...
+    @property
+    def traceparent(self) -> str:
+        """W3C trace context of the request; empty if it is not traced."""
 
 
 T = TypeVar("T", bound=Live)

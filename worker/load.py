@@ -50,6 +50,12 @@ class LoadReporter:
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_step_ms=stats.decode_step_ms,
             resident_bytes=self._resident(),
+            preemptions=stats.preemptions,
+            preemptions_swapped=stats.swaps,
+            blocks_evicted=blocks.evictions,
+            host_blocks_restored=stats.host.restored,
+            host_blocks_used=stats.host.cached + stats.host.held,
+            blocks_lent=blocks.lent,
             errors=self.errors | {name: n for name, n in counted.items() if n},
         )
 

@@ -19,6 +19,7 @@ from typing import Any
 import uvloop
 
 from engine.errors import ConfigError, EngineError
+from kvrelay._logs import log_to_stderr
 from worker.config import WorkerConfig
 from worker.server import WorkerServer
 from worker.session import Role
@@ -87,7 +88,7 @@ def _no_garbage() -> Iterator[None]:
 
 def run_worker(build: Callable[[WorkerConfig], Role], config: WorkerConfig) -> None:
     """Run one worker until SIGTERM or SIGINT. Exits 1 with one line on stderr if it cannot start."""
-    log_to_stderr(config.worker_id)
+    log_to_stderr(config.worker_id, config.log_format)
     # Until it serves there is nothing to give back that the kernel does not take, and a build cannot be interrupted.
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -98,13 +99,6 @@ def run_worker(build: Callable[[WorkerConfig], Role], config: WorkerConfig) -> N
     except EngineError as error:
         print(f"{config.worker_id}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
-
-
-def log_to_stderr(worker_id: str) -> None:
-    """Standard output is for the ready line alone."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {worker_id} %(levelname)s %(name)s: %(message)s"
-    )
 
 
 async def _serve_until_signal(worker: RunningWorker, stop_limit_s: float) -> None:

@@ -301,6 +301,10 @@ class Route(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    TRANSFER_US_FIELD_NUMBER: _builtins.int
+    TRANSFER_ERROR_FIELD_NUMBER: _builtins.int
+    PREFILL_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """Empty: the decode worker computed the prompt itself."""
     decode_worker: _builtins.str
@@ -319,6 +323,14 @@ class Route(_message.Message):
     """Prompt tokens that the decode worker computed although a prefill worker was asked."""
     transport: _builtins.str
     """"shm" or "tcp"."""
+    transfer_us: _builtins.int
+    """First byte of the first block to the adoption of the last one."""
+    transfer_error: _builtins.str
+    """Why KV did not come: class and message. Empty if it came, or was not asked for."""
+    prefill_cached_tokens: _builtins.int
+    """Tokens that the prefill worker found in its own prefix cache."""
+    decode_cached_tokens: _builtins.int
+    """And the decode worker in its own."""
     def __init__(
         self,
         *,
@@ -332,10 +344,14 @@ class Route(_message.Message):
         bytes_sent: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
         transport: _builtins.str = ...,
+        transfer_us: _builtins.int = ...,
+        transfer_error: _builtins.str = ...,
+        prefill_cached_tokens: _builtins.int = ...,
+        decode_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "blocks_adopted", b"blocks_adopted", "blocks_cached", b"blocks_cached", "blocks_computed", b"blocks_computed", "blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "decode_worker", b"decode_worker", "prefill_worker", b"prefill_worker", "recomputed_tokens", b"recomputed_tokens", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "blocks_adopted", b"blocks_adopted", "blocks_cached", b"blocks_cached", "blocks_computed", b"blocks_computed", "blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "decode_cached_tokens", b"decode_cached_tokens", "decode_worker", b"decode_worker", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker", b"prefill_worker", "recomputed_tokens", b"recomputed_tokens", "transfer_error", b"transfer_error", "transfer_us", b"transfer_us", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -352,12 +368,15 @@ class Waterfall(_message.Message):
     AFTER_FIRST_FIELD_NUMBER: _builtins.int
     SECOND_TOKEN_US_FIELD_NUMBER: _builtins.int
     DECODE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_US_FIELD_NUMBER: _builtins.int
     ttft_us: _builtins.int
     """From the router's receipt of the request to the first token's hand-over to gRPC."""
     second_token_us: _builtins.int
     """From the first token to the second."""
     decode_tokens_per_s: _builtins.float
     """Tokens after the first, over the time since the first."""
+    handed_over_us: _builtins.int
+    """From receipt to the decode worker's account of the KV; 0: it gave none."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]: ...
     @_builtins.property
@@ -372,10 +391,11 @@ class Waterfall(_message.Message):
         after_first: _abc.Iterable[Global___Span] | None = ...,
         second_token_us: _builtins.int = ...,
         decode_tokens_per_s: _builtins.float = ...,
+        handed_over_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_first", b"after_first", "decode_tokens_per_s", b"decode_tokens_per_s", "parts", b"parts", "second_token_us", b"second_token_us", "ttft_us", b"ttft_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_first", b"after_first", "decode_tokens_per_s", b"decode_tokens_per_s", "handed_over_us", b"handed_over_us", "parts", b"parts", "second_token_us", b"second_token_us", "ttft_us", b"ttft_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

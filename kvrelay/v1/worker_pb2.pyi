@@ -324,6 +324,12 @@ class Load(_message.Message):
     DECODE_STEP_MS_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_SWAPPED_FIELD_NUMBER: _builtins.int
+    BLOCKS_EVICTED_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_RESTORED_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_USED_FIELD_NUMBER: _builtins.int
+    BLOCKS_LENT_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests that compute or decode."""
     waiting: _builtins.int
@@ -340,6 +346,20 @@ class Load(_message.Message):
     decode_step_ms: _builtins.float
     """Measured; 0 while unknown."""
     resident_bytes: _builtins.int
+    preemptions: _builtins.int
+    """Since the worker's start:"""
+    preemptions_swapped: _builtins.int
+    """Of these, with the KV kept in host memory."""
+    blocks_evicted: _builtins.int
+    """Cached blocks given up."""
+    host_blocks_restored: _builtins.int
+    """Copied back from host memory, found there by hash or of preempted requests."""
+    host_blocks_used: _builtins.int
+    """Now:
+    In host memory, cached or held.
+    """
+    blocks_lent: _builtins.int
+    """Of the owned ones: decode workers may read them where they are."""
     @_builtins.property
     def errors(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
@@ -357,10 +377,16 @@ class Load(_message.Message):
         decode_step_ms: _builtins.float = ...,
         resident_bytes: _builtins.int = ...,
         errors: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        preemptions: _builtins.int = ...,
+        preemptions_swapped: _builtins.int = ...,
+        blocks_evicted: _builtins.int = ...,
+        host_blocks_restored: _builtins.int = ...,
+        host_blocks_used: _builtins.int = ...,
+        blocks_lent: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_owned", b"blocks_owned", "blocks_quarantined", b"blocks_quarantined", "decode_step_ms", b"decode_step_ms", "errors", b"errors", "prefill_tokens_per_s", b"prefill_tokens_per_s", "resident_bytes", b"resident_bytes", "running", b"running", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_evicted", b"blocks_evicted", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_lent", b"blocks_lent", "blocks_owned", b"blocks_owned", "blocks_quarantined", b"blocks_quarantined", "decode_step_ms", b"decode_step_ms", "errors", b"errors", "host_blocks_restored", b"host_blocks_restored", "host_blocks_used", b"host_blocks_used", "preemptions", b"preemptions", "preemptions_swapped", b"preemptions_swapped", "prefill_tokens_per_s", b"prefill_tokens_per_s", "resident_bytes", b"resident_bytes", "running", b"running", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -381,6 +407,7 @@ class Reserve(_message.Message):
     COMPUTE_HERE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     NUM_PUBLIC_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique to the attempt."""
     token_ids: _builtins.bytes
@@ -398,6 +425,8 @@ class Reserve(_message.Message):
     """In [-8, 8]; a smaller number goes first."""
     num_public_tokens: _builtins.int
     """Leading tokens that are public: full blocks of nothing else are identified under the public scope."""
+    traceparent: _builtins.str
+    """W3C trace context of the request, for the worker's log; empty if it is not traced."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
         """Complete: the router filled in every default, the seed included."""
@@ -414,10 +443,11 @@ class Reserve(_message.Message):
         compute_here: _builtins.bool = ...,
         priority: _builtins.int = ...,
         num_public_tokens: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_here", b"compute_here", "num_prompt_tokens", b"num_prompt_tokens", "num_public_tokens", b"num_public_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_here", b"compute_here", "num_prompt_tokens", b"num_prompt_tokens", "num_public_tokens", b"num_public_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -599,6 +629,7 @@ class Prefill(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     NUM_PUBLIC_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_ids: _builtins.bytes
     num_prompt_tokens: _builtins.int
@@ -606,6 +637,7 @@ class Prefill(_message.Message):
     timeout_ms: _builtins.int
     priority: _builtins.int
     num_public_tokens: _builtins.int
+    traceparent: _builtins.str
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -622,10 +654,11 @@ class Prefill(_message.Message):
         ticket: Global___Ticket | None = ...,
         priority: _builtins.int = ...,
         num_public_tokens: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "num_public_tokens", b"num_public_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "ticket", b"ticket", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "num_public_tokens", b"num_public_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "ticket", b"ticket", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

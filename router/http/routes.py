@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 from aiohttp import web
 
@@ -29,6 +30,7 @@ from router.http.sse import EventStream
 from router.registry import Registry
 from router.served_model import ServedModel
 from router.shedding import allowance
+from router.telemetry import TraceHeaders
 from router.tenants import Tenant
 
 REQUEST_ID = "X-Request-Id"
@@ -39,6 +41,8 @@ TENANT = web.RequestKey("tenant", Tenant)
 """Of a request, once it is known who sent it."""
 TOKEN_ID_BYTES, OTHER_BYTES = 16, 4096
 """In a body that is token ids: of each of them, and of what there is beside them."""
+Generate: TypeAlias = Callable[[router_pb2.GenerateRequest, Emit], Coroutine[Any, Any, None]]
+"""`FrontDoor.generate` for one tenant and one HTTP request."""
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Answered to anybody: for probes and scrapers. They name workers, and no tenant."""
 
@@ -146,10 +150,12 @@ class Routes:
         try:
             call, model = await self._read_call(request, request_id, api, names)
             answer = Answer(call, self._model.tokenizer, request_id, model, int(time.time()))
+            headers = TraceHeaders(request.headers.get("traceparent", ""), request.headers.get("tracestate", ""))
+            generate = partial(self._front.generate, tenant, timeout_s=call.timeout_s, headers=headers)
             if call.stream:
                 stream = EventStream(request, self._config.last_word_s)
-                return await self._stream(tenant, call, answer, stream, names)
-            return web.json_response(answer.whole(await self._collect(tenant, call)))
+                return await self._stream(generate, call, answer, stream, names)
+            return web.json_response(answer.whole(await self._collect(generate, call)))
         except EngineError as error:
             return error_response(error, self._config.retry_after_s, names)
 
@@ -171,7 +177,7 @@ class Routes:
             max_outputs=tenant.max_concurrent_requests,
         )
 
-    async def _collect(self, tenant: Tenant, call: GenerationCall) -> list[Generation]:
+    async def _collect(self, generate: Generate, call: GenerationCall) -> list[Generation]:
         assemblies = [GenerationAssembly(call.n) for _ in call.messages]
 
         def into(assembly: GenerationAssembly) -> Emit:
@@ -181,18 +187,17 @@ class Routes:
             return emit
 
         await all_or_none(
-            self._front.generate(tenant, message, into(assembly), call.timeout_s)
-            for message, assembly in zip(call.messages, assemblies, strict=True)
+            generate(message, into(assembly)) for message, assembly in zip(call.messages, assemblies, strict=True)
         )
         return [assembly.result for assembly in assemblies]
 
     async def _stream(
-        self, tenant: Tenant, call: GenerationCall, answer: Answer, stream: EventStream, names: Mapping[str, str]
+        self, generate: Generate, call: GenerationCall, answer: Answer, stream: EventStream, names: Mapping[str, str]
     ) -> web.StreamResponse:
         usages = [[Usage(0, 0, 0)] * call.n for _ in call.messages]
         try:
             await all_or_none(
-                self._front.generate(tenant, message, _chunks(answer, stream, number, usages[number]), call.timeout_s)
+                generate(message, _chunks(answer, stream, number, usages[number]))
                 for number, message in enumerate(call.messages)
             )
             if call.include_usage:

@@ -13,9 +13,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.errors import ConfigError, EngineError, RequestError, UnavailableError
 from router.config import RouterConfig
+from router.http import status_routes
 from router.http.errors import error_response, fault_response, http_error_response
 from router.http.refusal import Refusal
 from router.http.routes import OPEN_PATHS, REQUEST_ID, TENANT, Routes, request_id_of
+from router.http.status_routes import StatusRoutes
 from router.metrics import RouterMetrics
 from router.tenants import Tenants
 
@@ -49,13 +51,19 @@ class Connection(web.RequestHandler):
         return response
 
 
+_KEYLESS = OPEN_PATHS | status_routes.PATHS | status_routes.FILES.keys()
+"""Open, or with a look of their own at who asks."""
+
+
 class HttpServer:
     """Serves `routes` on one port.
 
     A client that goes away cancels its call where it waits. However a handler ends, nothing of its call is left.
     """
 
-    def __init__(self, config: RouterConfig, tenants: Tenants, metrics: RouterMetrics, routes: Routes) -> None:
+    def __init__(
+        self, config: RouterConfig, tenants: Tenants, metrics: RouterMetrics, routes: Routes, status: StatusRoutes
+    ) -> None:
         self._config = config
         self._metrics = metrics
         self._tenants = tenants
@@ -68,6 +76,7 @@ class HttpServer:
         app = web.Application(middlewares=[self._answer_errors], client_max_size=config.max_request_bytes)
         app.on_response_prepare.append(_add_headers)
         routes.add_to(app)
+        status.add_to(app)
         self._of_connections: dict[str, Any] = {
             "access_log": None,
             "auto_decompress": False,  # `bodies` does that, within its limits
@@ -150,7 +159,7 @@ class HttpServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
-            if request.path not in OPEN_PATHS:
+            if request.path not in _KEYLESS:
                 request[TENANT] = self._tenants.identify(request.headers.get("Authorization"))
             return await handler(request)
         except EngineError as error:

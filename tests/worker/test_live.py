@@ -15,6 +15,7 @@ class Record:
     key: str
     session: Session
     request_id: str
+    traceparent: str = ""
 
 
 async def test_a_record_is_found_by_its_key_and_by_its_session_and_id_until_it_is_removed() -> None:

@@ -80,7 +80,13 @@ async def test_metrics_count_every_token_and_latency_once(front: HttpFront) -> N
     assert seen["kvrelay_e2e_request_latency_seconds_count"] == 3
     assert seen["kvrelay_inter_token_latency_seconds_count"] == 3 * 2 * 9
     assert seen["kvrelay_prompt_tokens_total"] == seen["kvrelay_prefix_cache_queries_total"] == 3 * 20
-    assert seen["kvrelay_prefix_cache_hits_total"] == 3 * 8
+    assert seen["kvrelay_prefix_cache_hits_total,source=decode"] == 3 * 8
+    assert seen["kvrelay_request_time_per_output_token_seconds_count"] == 6
+    assert seen["kvrelay_kv_transfers_total,decode=d0,prefill=p0,transport=shm"] == 6
+    assert (
+        seen["kvrelay_kv_transfer_bytes_total,decode=d0,prefill=p0,transport=shm"]
+        == seen["kvrelay_kv_bytes_sent_total"]
+    )
     assert seen["kvrelay_generation_tokens_total"] == 60
     assert seen["kvrelay_request_success_total,finished_reason=length"] == 6
     assert seen["kvrelay_request_errors_total,error=RequestError"] == 1

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from engine.block_hash import TOKEN_BYTES
+from engine.block_hash import TOKEN_BYTES, pack_tokens
 from engine.model_config import load_model_config, model_fingerprint
 from kvrelay._wire import PROTOCOL_VERSION
 from kvrelay.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -32,6 +32,7 @@ class _Session:
         self._context = context
         self._writing = asyncio.Lock()
         self._limits: dict[str, int] = {}
+        self._lanes: dict[str, int] = {}
         self._live: dict[str, int] = {}
         self._work = asyncio.Event()
 
@@ -48,6 +49,7 @@ class _Session:
         kind = message.WhichOneof("message")
         if kind == "reserve":
             self._limits[message.reserve.request_id] = message.reserve.sampling.max_tokens
+            self._lanes[message.reserve.request_id] = message.reserve.lane
             ticket = worker_pb2.Ticket(ticket_id=message.reserve.request_id, lease_ms=5000)
             await self.send(reserved=worker_pb2.Reserved(request_id=message.reserve.request_id, ticket=ticket))
             if message.reserve.compute_here:
@@ -65,6 +67,7 @@ class _Session:
         elif kind == "cancel":
             self._live.pop(message.cancel.request_id, None)
             self._limits.pop(message.cancel.request_id, None)
+            self._lanes.pop(message.cancel.request_id, None)
 
     def _decode_from(self, request_id: str, index: int) -> None:
         self._live[request_id] = index
@@ -74,16 +77,22 @@ class _Session:
         """One step a message, a token for each live request, as an engine does."""
         while True:
             await self._work.wait()
-            step, ended = worker_pb2.Step(), []
+            lanes, indexes, reasons, ended = [], [], bytearray(), []
             for request_id, index in self._live.items():
                 last = index + 1 >= self._limits[request_id]
-                output = step.outputs.add(request_id=request_id).output
-                output.index, output.token_id = index, TOKEN_ID
+                lanes.append(self._lanes[request_id])
+                indexes.append(index)
+                reasons.append(common_pb2.FINISH_REASON_LENGTH if last else common_pb2.FINISH_REASON_UNSPECIFIED)
                 if last:
-                    output.finish_reason = common_pb2.FINISH_REASON_LENGTH
                     ended.append(request_id)
                 self._live[request_id] = index + 1
-            await self.send(step=step)
+            columns = worker_pb2.OutputColumns(
+                lanes=pack_tokens(lanes),
+                indexes=pack_tokens(indexes),
+                token_ids=pack_tokens([TOKEN_ID] * len(lanes)),
+                finish_reasons=bytes(reasons),
+            )
+            await self.send(step=worker_pb2.Step(columns=columns))
             for request_id in ended:
                 self._live.pop(request_id, None)
                 await self.send(ended=worker_pb2.Ended(request_id=request_id))

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import grpc
 
+from engine.block_hash import unpack_tokens
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 
@@ -68,6 +69,8 @@ class RequestLog:
 
     def __init__(self) -> None:
         self._seen: dict[str, Seen] = {}
+        self._lanes: dict[int, str] = {}
+        """Of the one decode worker, and what its router calls them."""
         self.step_ms: list[float] = []
         """Between two tokens of one request from a decode worker: each is a step, with whatever else was in it."""
 
@@ -81,6 +84,7 @@ class RequestLog:
     def asked(self, role: str, message: worker_pb2.SessionRequest) -> None:
         kind = message.WhichOneof("message")
         if kind == "reserve":
+            self._lanes[message.reserve.lane] = message.reserve.request_id
             seen = self._of_attempt(message.reserve.request_id)
             seen.num_live += 1
             seen.move(Stage.RESERVATION)
@@ -99,8 +103,10 @@ class RequestLog:
             self._of_attempt(message.handed_over.request_id).move(Stage.DECODE)
         elif kind == "step":
             now = time.perf_counter()
-            for entry in message.step.outputs:
-                seen = self._of_attempt(entry.request_id)
+            step = message.step
+            lanes = [self._lanes[number] for number in unpack_tokens(step.columns.lanes)]
+            for wire_id in (*lanes, *(entry.request_id for entry in step.outputs)):
+                seen = self._of_attempt(wire_id)
                 seen.move(Stage.DECODE)
                 if seen.token_at:
                     self.step_ms.append((now - seen.token_at) * 1000)

@@ -34,6 +34,8 @@ class Stream:
     request: Request
     traceparent: str
     deadline: Timer
+    lane: int = 0
+    """What its router calls it in columns; 0: nothing."""
     phase: Phase = Phase.WAITING
     hand_over: HandOver | None = None
     """From the grant on; never for `compute_here`."""

@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from decode_worker.hand_over import HandOver
+from decode_worker.outgoing_step import OutgoingStep
 from decode_worker.stream import Phase, Stream
 from decode_worker.ticket import ask_for, expected_blocks, new_ticket
 from engine.block_hash import unpack_tokens
@@ -55,7 +56,6 @@ from worker.config import WorkerConfig
 from worker.core import WorkerCore
 from worker.engine_builder import EngineParts, build_engine
 from worker.incoming import read_request, read_timeout_s, read_traceparent
-from worker.outputs import output_to_proto
 from worker.session import Session
 from worker.threads import Threads, Timer
 
@@ -152,6 +152,7 @@ class DecodeWorker:
             session=session,
             request_id=reserve.request_id,
             request=request,
+            lane=reserve.lane,
             traceparent=read_traceparent(reserve),
             deadline=core.call_later(timeout_s, self._overdue, key),
         )
@@ -321,7 +322,7 @@ class DecodeWorker:
         self._core.notify(self._on_step, output)
 
     def _on_step(self, output: StepOutput) -> None:
-        steps: defaultdict[Session, worker_pb2.Step] = defaultdict(worker_pb2.Step)
+        steps: defaultdict[Session, OutgoingStep] = defaultdict(OutgoingStep)
         finished: list[Stream] = []
         for update in output.updates:
             record = self._core.live.by_key(update.request_id)
@@ -334,12 +335,11 @@ class DecodeWorker:
             if record.phase is Phase.WAITING:
                 self._begun(record)
             if update.token is not None:
-                entry = steps[record.session].outputs.add(request_id=record.request_id)
-                entry.output.CopyFrom(output_to_proto(update.index, update.token, update.finish_reason))
+                steps[record.session].add(record, update.index, update.token, update.finish_reason)
             if update.finish_reason is not None:
                 finished.append(record)
         for session, step in steps.items():
-            session.send(worker_pb2.SessionResponse(step=step))
+            session.send(worker_pb2.SessionResponse(step=step.to_proto()))
         for record in finished:
             self._end(record)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from engine.errors import EngineError, InternalError
 from kvrelay.v1 import router_pb2, worker_pb2
 from router.request import GenerationRequest
-from router.session import Inbox, Lane, LaneClosed, LaneMessage
+from router.session import DrawnToken, Inbox, Lane, LaneClosed
 
 
 class AttemptFailed(Exception):
@@ -40,7 +40,7 @@ class Attempt:
     reserved: worker_pb2.Reserved | None = None
     prefilled: worker_pb2.Prefilled | None = None
     handed_over: worker_pb2.HandedOver | None = None
-    outputs: list[worker_pb2.Output] = field(default_factory=list)
+    outputs: list[DrawnToken] = field(default_factory=list)
     """Of the decode worker, not yet taken."""
     decode_closed: LaneClosed | None = None
     prefill_closed: LaneClosed | None = None
@@ -51,8 +51,9 @@ class Attempt:
     async def listen(self) -> None:
         """Wait for something to be said, and note all of it."""
         for lane, message in await self.inbox.take():
-            if lane is self.decode and type(message) is worker_pb2.Output:  # nearly all: one a token
-                self.outputs.append(message)
+            if isinstance(message, tuple):  # nearly all: one a token
+                if lane is self.decode:
+                    self.outputs.append(message)
             else:
                 self._note(lane, message)
         if self.outputs and self.decode.tokens_to_compute:
@@ -139,7 +140,9 @@ class Attempt:
             decode_cached_tokens=self.reserved.ticket.cached_tokens if self.reserved is not None else 0,
         )
 
-    def _note(self, lane: Lane, message: LaneMessage) -> None:
+    def _note(
+        self, lane: Lane, message: worker_pb2.Reserved | worker_pb2.Prefilled | worker_pb2.HandedOver | LaneClosed
+    ) -> None:
         if lane is self.prefill and self.compute_missing:
             return  # it was given up; what it said crossed with that
         match message:
@@ -150,8 +153,6 @@ class Attempt:
                 lane.tokens_to_compute = 0
             case worker_pb2.HandedOver():
                 self.handed_over = message
-            case worker_pb2.Output():
-                self.outputs.append(message)
             case LaneClosed() if lane is self.decode:
                 self.decode_closed = message
             case LaneClosed():

@@ -6,8 +6,9 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from kvrelay.v1 import common_pb2, router_pb2, worker_pb2
+from kvrelay.v1 import common_pb2, router_pb2
 from router.request import GenerationRequest, TokenLog
+from router.session import DrawnToken
 from router.text import Detokenizer, TextStream
 from router.waterfall import WaterfallRecorder
 
@@ -64,7 +65,7 @@ class ClientStream:
             )
         )
 
-    def accept(self, outputs: Sequence[worker_pb2.Output]) -> FinishReason | None:
+    def accept(self, outputs: Sequence[DrawnToken]) -> FinishReason | None:
         """Take the next output tokens up to the one that completes the output; return why it is complete, if it is.
 
         Raises `ProtocolError` at one that is not the next; those before it are taken.
@@ -72,16 +73,16 @@ class ClientStream:
         first = index = self.log.num_outputs
         limit, stops, logprobs, reason = self.log.limit, self._text.stops, self._logprobs, None
         taken: list[int] = []
-        misplaced: worker_pb2.Output | None = None
+        misplaced: DrawnToken | None = None
         for output in outputs:
-            if output.index != index or index >= limit:
+            at, token_id, why, token_logprobs = output
+            if at != index or index >= limit:
                 misplaced = output
                 break
-            token_id, why = output.token_id, output.finish_reason
             taken.append(token_id)
             index += 1
             if logprobs is not None:
-                logprobs.append(output.logprobs)
+                logprobs.append(token_logprobs or common_pb2.TokenLogprobs())
             if stops and why != STOP and self._stops_with(token_id):
                 why = STOP
             if why in (STOP, LENGTH) or index == limit:
@@ -92,7 +93,7 @@ class ClientStream:
             if not stops:  # a stop token gives no text
                 self._pending_ids += taken[:-1] if reason == STOP else taken
         if misplaced is not None:
-            self.log.take(misplaced.index, [misplaced.token_id])
+            self.log.take(misplaced[0], [misplaced[1]])
         return reason
 
     @property

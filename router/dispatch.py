@@ -48,7 +48,7 @@ from router.prompts import Prompts
 from router.registry import Registry
 from router.request import GenerationRequest
 from router.served_model import ServedModel
-from router.session import Inbox, Lane
+from router.session import DrawnToken, Inbox, Lane, drawn_token
 from router.shedding import check_in_time
 from router.tenants import ANYBODY, Tenant
 from router.waterfall import WaterfallRecorder
@@ -277,7 +277,7 @@ class Dispatcher:
     async def _reserve(self, job: _Job, attempt: Attempt, placed: Placed, *, patient: bool) -> None:
         """Step 3. Unless `patient`, the worker gets a share of the time only, so that another can still be asked."""
         wait_s = None if patient else job.live.remaining_s() * self._config.reserve_share
-        reserve = self._fill(job, attempt, worker_pb2.Reserve(compute_here=attempt.local))
+        reserve = self._fill(job, attempt, worker_pb2.Reserve(compute_here=attempt.local, lane=attempt.decode.number))
         if attempt.local:
             attempt.decode.tokens_to_compute = attempt.tokens_to_compute
         attempt.decode.send(worker_pb2.SessionRequest(reserve=reserve))
@@ -316,7 +316,7 @@ class Dispatcher:
             return None
         reported = [("prefill_queue", prefilled.queue_us), ("prefill_compute", prefilled.compute_us)]
         job.waterfall.mark("prefill_rpc", self._clock(), reported)
-        reason = self._accept(job, attempt, lane, [prefilled.output])
+        reason = self._accept(job, attempt, lane, [drawn_token(prefilled.output)])
         if reason is None:
             attempt.start(pack_tokens((prefilled.output.token_id,)))  # before the client, which may be slow to read
         await job.stream.flush()
@@ -371,9 +371,7 @@ class Dispatcher:
         attempt.decode.tokens_to_compute = job.num_tokens
         attempt.ask_to_compute_missing()
 
-    def _accept(
-        self, job: _Job, attempt: Attempt, lane: Lane, outputs: Sequence[worker_pb2.Output]
-    ) -> FinishReason | None:
+    def _accept(self, job: _Job, attempt: Attempt, lane: Lane, outputs: Sequence[DrawnToken]) -> FinishReason | None:
         """Take the next tokens up to the one that completes the output."""
         if outputs and job.stream.log.num_outputs == 0:
             job.cached_tokens = attempt.cached_tokens(job.request)

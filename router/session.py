@@ -9,12 +9,15 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from itertools import repeat
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Self, TypeAlias, cast
 
-from engine.errors import EngineError, ProtocolError, WorkerLost
+from engine.block_hash import unpack_tokens
+from engine.errors import EngineError, ProtocolError, RequestError, WorkerLost
 from kvrelay._status import error_from_name
-from kvrelay.v1 import worker_pb2
+from kvrelay._wire import MAX_U32
+from kvrelay.v1 import common_pb2, worker_pb2
 from router.block_follower import BlockFollower
 from router.peer import Peer
 from router.prefix_index import PrefixIndex
@@ -31,9 +34,9 @@ class LaneClosed:
     """The session is over, as opposed to the worker having said so."""
 
 
-LaneMessage: TypeAlias = (
-    worker_pb2.Reserved | worker_pb2.Prefilled | worker_pb2.HandedOver | worker_pb2.Output | LaneClosed
-)
+DrawnToken: TypeAlias = tuple[int, int, common_pb2.FinishReason.ValueType, common_pb2.TokenLogprobs | None]
+"""Output index, token id, why it is the last one if it is, logprobs where asked for. A tuple: one for each token."""
+LaneMessage: TypeAlias = worker_pb2.Reserved | worker_pb2.Prefilled | worker_pb2.HandedOver | DrawnToken | LaneClosed
 
 
 class Inbox:
@@ -71,9 +74,11 @@ class Lane:
     nothing was ever sent. `close` is idempotent.
     """
 
-    def __init__(self, session: WorkerSession, request_id: str, inbox: Inbox) -> None:
+    def __init__(self, session: WorkerSession, request_id: str, number: int, inbox: Inbox) -> None:
         self._session = session
         self._request_id = request_id
+        self.number = number
+        """By which the worker may call it; not 0, and of no other lane of the session."""
         self._inbox = inbox
         self._used = False
         self.closed = False
@@ -105,7 +110,7 @@ class Lane:
         if self.closed:
             return
         self.closed = True
-        self._session.forget(self._request_id)
+        self._session.forget(self._request_id, self.number)
         if self._used:
             self._session.send(worker_pb2.SessionRequest(cancel=worker_pb2.Cancel(request_id=self._request_id)))
 
@@ -117,11 +122,11 @@ class Lane:
             self.close()
         elif isinstance(message, LaneClosed):
             self.closed = True
-            self._session.forget(self._request_id)
+            self._session.forget(self._request_id, self.number)
 
-    def deliver_output(self, output: worker_pb2.Output) -> None:
+    def deliver_token(self, token: DrawnToken) -> None:
         """`deliver` of what nearly all messages are, on a lane that the session knows."""
-        if not self._inbox.put(self, output):
+        if not self._inbox.put(self, token):
             self.close()
 
     def __enter__(self) -> Self:
@@ -153,6 +158,9 @@ class WorkerSession:
         self._max_outbox = max_outbox
         self._abort = abort
         self._lanes: dict[str, Lane] = {}
+        self._by_number: dict[int, Lane] = {}
+        """The same."""
+        self._num_opened = 0
         self._outbox: deque[worker_pb2.SessionRequest] = deque()
         self._queued = asyncio.Event()
         self._idle = asyncio.Event()
@@ -182,13 +190,16 @@ class WorkerSession:
         if self._over is not None:
             raise self._over
         assert request_id not in self._lanes, f"{request_id} is on {self.peer.worker_id} already"
-        lane = self._lanes[request_id] = Lane(self, request_id, inbox)
+        self._num_opened += 1
+        number = self._num_opened % MAX_U32 + 1  # lanes of long ago are closed
+        lane = self._lanes[request_id] = self._by_number[number] = Lane(self, request_id, number, inbox)
         self._idle.clear()
         self.changed()
         return lane
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: str, number: int) -> None:
         self._lanes.pop(request_id, None)
+        self._by_number.pop(number, None)
         if not self._lanes:
             self._idle.set()
         self.changed()
@@ -231,12 +242,9 @@ class WorkerSession:
         """Give a message of the worker to the request it is about. Raises `ProtocolError` on one out of place."""
         kind = response.WhichOneof("message")
         if kind == "step":
-            lanes = self._lanes
-            for entry in response.step.outputs:  # one for each token of all streams
-                if (lane := lanes.get(entry.request_id)) is None:
-                    self.strays += 1
-                else:
-                    lane.deliver_output(entry.output)
+            self._deliver_columns(response.step.columns)
+            for entry in response.step.outputs:
+                self._deliver(entry.request_id, drawn_token(entry.output))
         elif kind == "load":
             self.load = response.load
             self.changed()
@@ -275,6 +283,7 @@ class WorkerSession:
     def check_integrity(self) -> None:
         assert not any(lane.closed for lane in self._lanes.values()), "a closed lane is still known"
         assert self._over is None or not self._lanes, "a session that is over has lanes"
+        assert set(self._by_number.values()) == set(self._lanes.values()), "a lane is known by one name only"
 
     def _new_snapshot(self, slot: int | None) -> WorkerSnapshot:
         peer, load = self.peer, self.load
@@ -299,12 +308,33 @@ class WorkerSession:
     def _ask_for_list(self, number: int) -> None:
         self.send(worker_pb2.SessionRequest(list_blocks=worker_pb2.ListBlocks(number=number)))
 
+    def _deliver_columns(self, columns: worker_pb2.OutputColumns) -> None:
+        """The tokens of one step. This and what it calls is most of what a token costs a router."""
+        try:
+            numbers, indexes, token_ids = map(unpack_tokens, (columns.lanes, columns.indexes, columns.token_ids))
+        except RequestError as error:
+            raise ProtocolError(f"columns of a step: {error.description}") from error
+        reasons = columns.finish_reasons
+        if not len(numbers) == len(indexes) == len(token_ids) == len(reasons):
+            raise ProtocolError("the columns of a step differ in length")
+        by_number = self._by_number
+        for number, token in zip(numbers, zip(indexes, token_ids, reasons, repeat(None)), strict=True):
+            if (lane := by_number.get(number)) is None:
+                self.strays += 1
+            else:
+                lane.deliver_token(cast(DrawnToken, token))
+
     def _deliver(self, request_id: str, message: LaneMessage) -> None:
         lane = self._lanes.get(request_id)
         if lane is None:
             self.strays += 1
         else:
             lane.deliver(message)
+
+
+def drawn_token(output: worker_pb2.Output) -> DrawnToken:
+    logprobs = output.logprobs if output.HasField("logprobs") else None
+    return output.index, output.token_id, output.finish_reason, logprobs
 
 
 def _now() -> float:

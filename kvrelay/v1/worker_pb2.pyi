@@ -408,6 +408,7 @@ class Reserve(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     NUM_PUBLIC_TOKENS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique to the attempt."""
     token_ids: _builtins.bytes
@@ -427,6 +428,8 @@ class Reserve(_message.Message):
     """Leading tokens that are public: full blocks of nothing else are identified under the public scope."""
     traceparent: _builtins.str
     """W3C trace context of the request, for the worker's log; empty if it is not traced."""
+    lane: _builtins.int
+    """What the request is called in the columns of a Step, by no other one of the session. 0: its outputs come one by one."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
         """Complete: the router filled in every default, the seed included."""
@@ -444,10 +447,11 @@ class Reserve(_message.Message):
         priority: _builtins.int = ...,
         num_public_tokens: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        lane: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_here", b"compute_here", "num_prompt_tokens", b"num_prompt_tokens", "num_public_tokens", b"num_public_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_here", b"compute_here", "lane", b"lane", "num_prompt_tokens", b"num_prompt_tokens", "num_public_tokens", b"num_public_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -791,20 +795,58 @@ class Step(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepOutput]: ...
+    @_builtins.property
+    def columns(self) -> Global___OutputColumns:
+        """Of requests with a lane, outputs without logprobs: a tenth of the cost to read."""
+
     def __init__(
         self,
         *,
         outputs: _abc.Iterable[Global___StepOutput] | None = ...,
+        columns: Global___OutputColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "outputs", b"outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Step: _TypeAlias = Step  # noqa: Y015
+
+@_typing.final
+class OutputColumns(_message.Message):
+    """Entry i of each column is of one output. Numbers are little-endian u32."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANES_FIELD_NUMBER: _builtins.int
+    INDEXES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FINISH_REASONS_FIELD_NUMBER: _builtins.int
+    lanes: _builtins.bytes
+    """Of Reserve."""
+    indexes: _builtins.bytes
+    token_ids: _builtins.bytes
+    finish_reasons: _builtins.bytes
+    """A byte each."""
+    def __init__(
+        self,
+        *,
+        lanes: _builtins.bytes = ...,
+        indexes: _builtins.bytes = ...,
+        token_ids: _builtins.bytes = ...,
+        finish_reasons: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reasons", b"finish_reasons", "indexes", b"indexes", "lanes", b"lanes", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputColumns: _TypeAlias = OutputColumns  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):

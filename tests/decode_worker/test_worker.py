@@ -4,9 +4,10 @@ import pytest
 from decode_link import BLOCKS, PROMPT, begin_write, end_write, reserve, start, table_of
 from fakes import expected_output
 from pausing_model import PausingModel
-from roles import Router, check_nothing_left, make_config, make_parts
+from roles import Router, check_nothing_left, make_config, make_parts, sampling
 
 from decode_worker.worker import DecodeWorker
+from engine.block_hash import unpack_tokens
 from engine.errors import LinkClosed, TransferError
 from kv_transfer.reservation import WriteOutcome
 
@@ -158,6 +159,28 @@ async def test_a_resumed_request_continues_at_the_next_index(worker: DecodeWorke
 
     assert (step.outputs[0].output.index, step.outputs[0].output.token_id) == (3, OUTPUT[3])
     assert await router.tokens(4) == OUTPUT[4:]
+
+
+async def test_outputs_of_a_request_with_a_lane_come_in_columns_those_with_logprobs_do_not(router: Router) -> None:
+    await router.send(reserve=reserve("a", PROMPT, compute_here=True, lane=7))
+    await router.send(reserve=reserve("b", PROMPT, compute_here=True, lane=8, sampling=sampling(logprobs=1)))
+    told: dict[int, list[int]] = {7: [], 8: []}
+    for _ in range(20):
+        message = await router.next()
+        step = message.step
+        for lane, index, token_id, reason in zip(
+            unpack_tokens(step.columns.lanes),
+            unpack_tokens(step.columns.indexes),
+            unpack_tokens(step.columns.token_ids),
+            step.columns.finish_reasons,
+            strict=True,
+        ):
+            assert (lane, index, reason) == (7, len(told[7]), 2 if index == 7 else 0)
+            told[7].append(token_id)
+        told[8] += [entry.output.token_id for entry in step.outputs if entry.request_id == "b"]
+        if told == {7: OUTPUT, 8: OUTPUT}:
+            return
+    raise AssertionError(told)
 
 
 async def test_a_slot_that_became_free_because_its_content_was_here_already_is_granted_again(

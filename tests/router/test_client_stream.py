@@ -8,9 +8,10 @@ from engine.block_hash import pack_tokens
 from engine.errors import ProtocolError
 from engine.sampling_params import SamplingParams
 from kvrelay._wire import sampling_to_proto
-from kvrelay.v1 import router_pb2, worker_pb2
-from router.client_stream import STOP, ClientStream
+from kvrelay.v1 import common_pb2, router_pb2
+from router.client_stream import STOP, ClientStream, FinishReason
 from router.request import GenerationRequest
+from router.session import DrawnToken
 from router.waterfall import WaterfallRecorder
 
 GAP_S = 0.01
@@ -24,6 +25,10 @@ class Letters:
 
     def flush(self) -> str:
         return ""
+
+
+def drawn(index: int, token_id: int, reason: FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED) -> DrawnToken:
+    return index, token_id, reason, None
 
 
 class Client:
@@ -45,7 +50,7 @@ class Client:
         """`count` tokens as one message; returns the pause that is to follow."""
         self.now = now
         for _ in range(count):
-            self.stream.accept([worker_pb2.Output(index=self.stream.log.num_outputs, token_id=97)])
+            self.stream.accept([drawn(self.stream.log.num_outputs, 97)])
         await self.stream.flush()
         return self.stream.pause_s
 
@@ -78,10 +83,7 @@ async def test_an_output_that_becomes_slow_stops_gathering() -> None:
 
 async def test_tokens_behind_the_one_that_completes_the_output_are_not_taken() -> None:
     client = Client()
-    outputs = [worker_pb2.Output(index=index, token_id=97 + index) for index in range(4)]
-    outputs[2].finish_reason = STOP
-
-    reason = client.stream.accept(outputs)
+    reason = client.stream.accept([drawn(0, 97), drawn(1, 98), drawn(2, 99, STOP), drawn(3, 100)])
     await client.stream.flush()
 
     assert (reason, client.stream.log.num_outputs) == (STOP, 3)
@@ -91,7 +93,7 @@ async def test_tokens_behind_the_one_that_completes_the_output_are_not_taken() -
 async def test_tokens_before_one_out_of_order_are_the_clients() -> None:
     client = Client()
     with pytest.raises(ProtocolError, match="output index 3 came where 2"):
-        client.stream.accept([worker_pb2.Output(index=index, token_id=97 + index) for index in (0, 1, 3)])
+        client.stream.accept([drawn(index, 97 + index) for index in (0, 1, 3)])
     await client.stream.flush()
 
     assert [message.tokens.text for message in client.messages] == ["ab"]

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from engine.block_hash import pack_tokens
 from engine.errors import ProtocolError, QueueFull, WorkerLost
 from kvrelay.v1 import worker_pb2
 from router.peer import Peer
@@ -49,6 +52,36 @@ START = worker_pb2.SessionRequest(start=worker_pb2.Start(request_id="r"))
 def step(*request_ids: str) -> worker_pb2.SessionResponse:
     outputs = [worker_pb2.StepOutput(request_id=request_id) for request_id in request_ids]
     return worker_pb2.SessionResponse(step=worker_pb2.Step(outputs=outputs))
+
+
+def columns(lanes: Sequence[int], indexes: Sequence[int], reasons: bytes) -> worker_pb2.SessionResponse:
+    entries = worker_pb2.OutputColumns(
+        lanes=pack_tokens(lanes),
+        indexes=pack_tokens(indexes),
+        token_ids=pack_tokens([100 + index for index in indexes]),
+        finish_reasons=reasons,
+    )
+    return worker_pb2.SessionResponse(step=worker_pb2.Step(columns=entries))
+
+
+async def test_columns_reach_each_lane_that_is_open() -> None:
+    harness = Harness()
+    with harness.session.open("r1", harness.inbox) as one, harness.session.open("r2", harness.inbox) as two:
+        harness.session.deliver(columns([two.number, one.number, 4711], [5, 0, 9], bytes((0, 2, 0))))
+        assert await harness.inbox.take() == [(two, (5, 105, 0, None)), (one, (0, 100, 2, None))]
+    assert harness.session.strays == 1
+    harness.session.check_integrity()
+
+
+@pytest.mark.parametrize("broken", [{"lanes": b"123"}, {"token_ids": b""}, {"finish_reasons": b"12"}])
+async def test_columns_of_unequal_length_end_the_session(broken: dict[str, bytes]) -> None:
+    harness = Harness()
+    with harness.session.open("r1", harness.inbox) as lane:
+        message = columns([lane.number], [0], b"\0")
+        for name, value in broken.items():
+            setattr(message.step.columns, name, value)
+        with pytest.raises(ProtocolError, match="column"):
+            harness.session.deliver(message)
 
 
 async def test_one_step_message_reaches_each_request_it_is_about() -> None:

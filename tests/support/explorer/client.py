@@ -18,7 +18,7 @@ from explorer.model import MODEL_FAULT, expected_output
 from explorer.node import run
 from kvrelay.v1 import common_pb2, worker_pb2
 from router.attempt import Attempt, AttemptFailed
-from router.session import Inbox, Lane, LaneMessage
+from router.session import DrawnToken, Inbox, Lane, LaneMessage, drawn_token
 
 if TYPE_CHECKING:
     from explorer.world import World
@@ -180,7 +180,7 @@ class Client:
         if attempt.prefilled is None:
             self._give_up_prefill(attempt, lane)
             return
-        self._accept([attempt.prefilled.output])
+        self._accept([drawn_token(attempt.prefilled.output)])
         if not self._complete:
             attempt.start(pack_tokens((attempt.prefilled.output.token_id,)))
 
@@ -214,13 +214,13 @@ class Client:
         (self._lost if closed is not None and closed.lost else self._refused).add(lane.worker.worker_id)
         attempt.ask_to_compute_missing()
 
-    def _accept(self, outputs: Sequence[worker_pb2.Output]) -> None:
-        for output in outputs:
-            index, name = len(self.output), f"token {output.index} of {self.actor.name}"
-            self.world.require(output.index == index, f"{name} came where {index} was next")
+    def _accept(self, outputs: Sequence[DrawnToken]) -> None:
+        for at, token_id, _, _ in outputs:
+            index, name = len(self.output), f"token {at} of {self.actor.name}"
+            self.world.require(at == index, f"{name} came where {index} was next")
             self.world.require(index < len(self._expected), f"{name} is one too many")
-            self.world.require(output.token_id == self._expected[index], f"{name} is wrong")
-            self.output.append(output.token_id)
+            self.world.require(token_id == self._expected[index], f"{name} is wrong")
+            self.output.append(token_id)
 
     @property
     def _complete(self) -> bool:

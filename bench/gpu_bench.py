@@ -11,43 +11,12 @@ from typing import Any
 import torch
 
 from engine.config import ModelConfig
-from engine.cuda.device import CudaDevice, Device, Replay
+from engine.cuda.device import CudaDevice, Device
+from engine.cuda.rehearsal import HostDevice
 from engine.model.decoder import DecoderWeights
 
 _RUNS = 30
 _WARM_UP = 5
-
-
-class HostDevice:
-    """Stands in for a card in a rehearsal: everything happens at once, a graph is the function that it is made of."""
-
-    torch_device = torch.device("cpu")
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def capture(self, run: Callable[[], torch.Tensor]) -> Replay:
-        run()
-        return run
-
-    def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def download(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def copy_aside(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def wait_for_copies(self) -> None:
-        """Nothing is in flight."""
-
-    def measure(self, run: Callable[[], object]) -> int:
-        run()
-        return 0
-
-    def memory(self) -> tuple[int, int]:
-        return 1 << 30, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +32,10 @@ class Bench:
     @classmethod
     def on_cpu(cls) -> Bench:
         return cls(HostDevice(), tiny=True)
+
+    def open(self, name: str) -> Device:
+        """One more handle of the same card, as a worker of its own has."""
+        return HostDevice() if self.tiny else CudaDevice(0)
 
     @property
     def where(self) -> torch.device:
@@ -121,8 +94,7 @@ def config_of(num_layers: int, heads: tuple[int, int], head_dim: int, intermedia
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, where: torch.device, seed: int = 0) -> DecoderWeights:
     """Scaled so that attention and logits are far from uniform; the same numbers, rounded to `dtype`, anywhere."""
-    with torch.device(where):
-        weights = DecoderWeights(config, dtype)
+    weights = DecoderWeights(config, dtype, str(where))
     generator = torch.Generator().manual_seed(seed)
     for name, part in weights.parts().items():
         if "norm" in name:

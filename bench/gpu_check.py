@@ -10,8 +10,9 @@ than 8 minutes. The parts, each of which runs whether others fail or not:
   attention  decode at 32 x 4k as a share of measured copy bandwidth, prefill at 8k of the measured matrix rate, beside
              torch's SDPA and FlashInfer where that is installed
   graphs     a decode step by CUDA graph, without one, and the part of it in which the card waits
-  link       two workers on this card: blocks from pool to pool on the card against a plain copy, and a prompt's KV
-             over a link, after which the second worker draws the first one's tokens
+  link       blocks from pool to pool on the card against a plain copy
+  workers    a prefill and a decode worker on this card, whole but for a router and Ray: prompts computed by the one go
+             on in the other, with KV over links through pinned host memory; tokens against one CPU engine in float32
 
 Exit status: 0 all goals met, 1 something failed or missed its goal, 2 there is no card and so nothing was run.
 
@@ -38,13 +39,15 @@ _FUNCTIONS = {
     "attention": ("bench.gpu_speed", "measure_attention"),
     "graphs": ("bench.gpu_speed", "measure_graphs"),
     "link": ("bench.gpu_link", "check"),
+    "workers": ("bench.gpu_workers", "check"),
 }
 PARTS = tuple(_FUNCTIONS)
 GOALS = (
     Goal("parts_failed", "==", 0),
     Goal("kernel_checks_failed", "==", 0),
     Goal("parity_tokens_differing", "==", 0),
-    Goal("link_tokens_differing", "==", 0),
+    Goal("worker_tokens_differing", "==", 0),
+    Goal("worker_tokens_recomputed", "==", 0),
     Goal("decode_attention_copy_share", ">=", 0.8),
     Goal("prefill_attention_matrix_share", ">=", 0.6),
     Goal("decode_step_launch_overhead", "<=", 0.05),

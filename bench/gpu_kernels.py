@@ -10,6 +10,7 @@ import torch
 from bench.gpu_bench import Bench
 from bench.report import Report
 from engine.cuda.memory import CudaKvCache
+from engine.cuda.sampling import CardSampler
 from engine.kernels import reference, triton_kv, triton_layers, triton_paged, triton_sampling
 from engine.kernels.scoring import Scoring
 from engine.kv_cache import KvCache
@@ -185,31 +186,30 @@ def _sampling_errors(bench: Bench) -> Iterator[tuple[str, float]]:
     expected = [uniform(seed, position) for seed, position in zip(seeds, positions.tolist(), strict=True)]
     yield "random bits", 0.0 if numbers.tolist() == expected else float("inf")
     logits = 2 * torch.randn(rows, vocab)
+    tokens = [rng.randrange(vocab) for _ in range(12)]
     params = [
-        SamplingParams(temperature=rng.choice([0.0, 0.7, 1.3]), top_k=rng.choice([0, 20]), top_p=rng.choice([1.0, 0.8]))
-        for _ in range(rows)
+        SamplingParams(
+            temperature=rng.choice([0.0, 0.7, 1.3]),
+            top_k=rng.choice([0, 20]),
+            top_p=rng.choice([1.0, 0.8]),
+            min_p=rng.choice([0.0, 0.05]),
+            repetition_penalty=rng.choice([1.0, 1.3]),
+            presence_penalty=rng.choice([0.0, 0.7]),
+            frequency_penalty=rng.choice([0.0, -0.4]),
+            logit_bias=rng.choice([(), ((tokens[0], 5.0), (tokens[5], -3.0))]),
+            logprobs=rng.choice([None, 3]),
+            seed=seed,
+        )
+        for seed in seeds
     ]
-    drawn = triton_sampling.sample(
-        logits.to(bench.where),
-        torch.tensor([p.temperature for p in params], device=bench.where),
-        torch.tensor([p.top_k for p in params], dtype=torch.int32, device=bench.where),
-        torch.tensor([p.top_p for p in params], dtype=torch.float64, device=bench.where),
-        signed,
-        positions,
-    ).tolist()
-    wanted = sample(
-        logits,
-        [
-            SampleRow(_with_seed(p, seed), position)
-            for p, seed, position in zip(params, seeds, positions.tolist(), strict=True)
-        ],
-    )
-    differing = sum(getattr(token, "token_id", -1) != ours for token, ours in zip(wanted, drawn, strict=True))
-    yield f"sampling: {differing} of {rows} tokens differ", float(differing)  # one may: on a border between two
-
-
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, seed=seed)
+    sampled = [
+        SampleRow(each, position, tuple(tokens[:2]), tokens[:6], tokens[4:])
+        for each, position in zip(params, positions.tolist(), strict=True)
+    ]
+    wanted = sample(logits, sampled)
+    drawn = CardSampler(bench.device).sample(logits.to(bench.where), sampled)
+    differing = sum(ours != theirs for ours, theirs in zip(drawn, wanted, strict=True))
+    yield f"sampling: {differing} of {rows} tokens or logprobs differ", float("inf") if differing else 0.0
 
 
 def _block_bytes(kv: KvCache, block: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ KERNELS: tuple[Any, ...] = (
     triton_layers.rotate_kernel,
     triton_layers.gate_kernel,
     triton_sampling.sample_kernel,
+    triton_sampling.adjust_kernel,
     triton_sampling.uniform_kernel,
 )
 ATTENTION = ("decode_kernel", "prefill_kernel")
@@ -147,7 +148,14 @@ def _layer_cases() -> Iterator[Case]:
     yield Case("uniform", lambda _: triton_sampling.uniform_kernel[(64,)](ids, ids, row))
     yield Case(
         "vocabulary of 128k",
-        lambda _: triton_sampling.sample(_meta(64, 128256), _meta(64), _meta(64, dtype=torch.int32), row, ids, ids),
+        lambda _: triton_sampling.sample(_meta(64, 128256), row, row, row, ids, ids, ids),
+    )
+    tokens, changes = _meta(640, dtype=torch.int32), _meta(640)
+    yield Case(
+        "penalties, biases and bans",
+        lambda _: triton_sampling.adjust(
+            _meta(64, 128256), _meta(65, dtype=torch.int32), tokens, changes, changes, changes
+        ),
     )
 
 

@@ -237,8 +237,10 @@ def speed_of(worker: WorkerStatus) -> str:
 
 
 def _remarks(workers: tuple[WorkerStatus, ...]) -> Iterator[Text]:
-    """Why a worker is not ready, which errors it counted, and blocks in states that do not last."""
+    """Why a worker is not ready, which errors it counted, blocks in states that do not last, and GPUs."""
     for worker in workers:
+        if worker.device not in ("", "cpu"):
+            yield Text(f"{worker.worker_id} on {worker.device}; {worker.kernels}")
         if worker.detail:
             yield Text(f"{worker.worker_id}: {worker.detail}", style="yellow")
         if worker.blocks_leased or worker.blocks_quarantined:

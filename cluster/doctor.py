@@ -87,8 +87,7 @@ def cores(facts: Facts, spec: ClusterSpec) -> Finding:
 
 def memory(facts: Facts, spec: ClusterSpec) -> Finding:
     """Weights come on top, which only the model's files tell: `kvrelay plan` does that sum."""
-    pools = [(spec.pool(role).kv_memory_bytes + spec.pool(role).swap_space, spec.pool(role).replicas) for role in ROLES]
-    wanted = sum(num_bytes * replicas for num_bytes, replicas in pools)
+    wanted = sum(spec.pool(role).host_pool_bytes * spec.pool(role).replicas for role in ROLES)
     text = f"{format_binary_size(facts.memory_bytes)} for KV pools of {format_binary_size(wanted)}"
     fix = "less kv_memory_bytes or swap_space, or fewer workers"
     if not spec.ray.local:
@@ -181,11 +180,25 @@ def compiler(facts: Facts, spec: ClusterSpec) -> Finding:
 
 
 def cards(facts: Facts, spec: ClusterSpec) -> Finding:
+    demand = {role: spec.pool(role) for role in ROLES if spec.pool(role).device.startswith("cuda")}
+    own = sum(pool.replicas for pool in demand.values() if pool.takes_card)
+    asked = ", ".join(f"pools.{role}.device {pool.device}" for role, pool in demand.items() if pool.replicas)
+    if not spec.ray.local:
+        return good("cards", f"{asked or 'none asked for'}; they are on the nodes of a Ray that is joined")
     if not facts.cards:
+        if asked:
+            return fails("cards", f"{asked}, and torch sees none", "a CUDA build of torch and a driver, or device: cpu")
         return good("cards", "none that torch sees; workers compute on CPUs")
     text = ", ".join(f"{card.name} {format_binary_size(card.memory_bytes)}" for card in facts.cards)
-    nccl = f"NCCL {facts.nccl}" if facts.nccl else "no NCCL"
-    return good("cards", f"{text}; {nccl}; workers compute on CPUs and leave them alone")
+    text += f"; NCCL {facts.nccl}" if facts.nccl else "; no NCCL"
+    if own > len(facts.cards):
+        fix = "fewer replicas, or device: cuda:0 for workers that share a card, with shares that add up to less than 1"
+        return fails("cards", f"{text}; device: cuda wants one for each of {own} workers", fix)
+    if asked:
+        return good("cards", f"{text}; {asked}")
+    if any(spec.pool(role).may_take_card for role in ROLES):
+        return good("cards", f"{text}; workers with gpu_memory_utilization take them")
+    return good("cards", f"{text}; workers compute on CPUs and leave them alone: pools.*.device says otherwise")
 
 
 def model(facts: Facts, spec: ClusterSpec) -> Finding:

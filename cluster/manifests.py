@@ -74,6 +74,7 @@ def in_cluster(spec: ClusterSpec) -> ClusterSpec:
             raise ConfigError(f"router.{name} must be given for Kubernetes: its Service has to know it")
     if spec.router.tls_cert:
         raise ConfigError("router.tls_cert: manifests bring no certificates yet; end TLS before the Service")
+    _check_cards(spec)
     router = replace(
         spec.router,
         host="0.0.0.0",
@@ -84,6 +85,16 @@ def in_cluster(spec: ClusterSpec) -> ClusterSpec:
     pools = {role: replace(spec.pool(role), host=NODE_HOST, ray_resource=role_resource(role)) for role in ROLES}
     ray = RaySpec(address=f"127.0.0.1:{GCS_PORT}", object_store_bytes=spec.ray.object_store_bytes)
     return replace(spec, router=router, pools=replace(spec.pools, **pools), ray=ray)
+
+
+def _check_cards(spec: ClusterSpec) -> None:
+    """Raises `ConfigError` for workers that want a card in pods without, and for pods with cards that nobody uses."""
+    for role in ROLES:
+        pool, gpus = spec.pool(role), pods_of(spec, role).gpus
+        if pool.device.startswith("cuda") and not gpus:
+            raise ConfigError(f"deploy.{role}.gpus must be at least 1: pools.{role}.device is {pool.device}")
+        if gpus and not pool.may_take_card:
+            raise ConfigError(f"deploy.{role}.gpus: {gpus} for workers that compute on CPUs; pools.{role}.device: cuda")
 
 
 def render(files: Mapping[str, list[Object]]) -> dict[str, str]:

@@ -31,6 +31,8 @@ def check_pools(spec: ClusterSpec, model: ModelConfig, machine_bytes: int) -> No
 
 def _pool_bytes(spec: ClusterSpec, role: str, model: ModelConfig) -> int:
     pool = spec.pool(role)
+    if pool.device.startswith("cuda"):
+        return pool.swap_space  # the pool itself is on a card
     layout = KvLayout(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,

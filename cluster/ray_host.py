@@ -83,16 +83,18 @@ class RayHost:
             return RayHandle(self, router, pins_ports=True)
         config = self._spec.worker_config(role, member_id, self._model_path, str(native_dir()))
         config = replace(config, cluster_key=self._key)
-        needs = self._needs(config.engine.num_threads, self._spec.pool(role).ray_resource)
+        pool = self._spec.pool(role)
+        needs = self._needs(config.engine.num_threads, pool.ray_resource, num_gpus=int(pool.takes_card))
         return RayHandle(self, self._create(self._worker_classes[role], needs, config), pins_ports=False)
 
-    def _needs(self, num_cpus: int, resource: str) -> dict[str, Any]:
-        """What Ray shall set aside for an actor, and where. Of a Ray of our own nothing: how many workers there are is
-        for the spec to say."""
+    def _needs(self, num_cpus: int, resource: str, *, num_gpus: int = 0) -> dict[str, Any]:
+        """What Ray shall set aside for an actor, and where. Of a Ray of our own nothing but cards, of which each actor
+        then sees its own: how many workers there are is for the spec to say."""
+        cards = {"num_gpus": num_gpus} if num_gpus else {}
         if self._runtime.local:
-            return {"num_cpus": 0}
+            return {"num_cpus": 0, **cards}
         resources = {resource: 1.0} if resource else {}
-        return {"num_cpus": num_cpus, "resources": resources, "scheduling_strategy": "SPREAD"}
+        return {"num_cpus": num_cpus, **cards, "resources": resources, "scheduling_strategy": "SPREAD"}
 
     def _router_needs(self) -> dict[str, Any]:
         """By its name clients of Ray find it. It passes orders on to us, so it should run on our node."""

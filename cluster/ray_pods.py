@@ -118,11 +118,11 @@ def pods_of(spec: ClusterSpec, role: str) -> PodSpec:
 def worker_bytes(spec: ClusterSpec, role: str) -> int:
     """Memory of one worker's pod. Raises `ConfigError` where the pool's size is not known without the model."""
     pool = spec.pool(role)
-    if pool.num_blocks_override is not None:
+    if pool.num_blocks_override is not None and not pool.device.startswith("cuda"):
         raise ConfigError(
             f"pools.{role}.num_blocks_override: the memory of a pod follows from kv_memory_bytes; give that instead"
         )
-    return pool.kv_memory_bytes + pool.swap_space + spec.ray.object_store_bytes + pods_of(spec, role).process_bytes
+    return pool.host_pool_bytes + spec.ray.object_store_bytes + pods_of(spec, role).process_bytes
 
 
 def _supervisor(spec: ClusterSpec) -> Object:

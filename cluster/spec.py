@@ -56,10 +56,13 @@ class PoolSpec(Knobs):
 
     replicas: int = 1
     """Workers of this role. No prefill worker: decode workers compute the prompts themselves."""
+    device: str = _ENGINE.device
+    """Where each worker's model runs: cpu; cuda, a GPU for each worker; cuda:N, which workers may share; or auto, a GPU
+    if there is one and `gpu_memory_utilization` says how much of it."""
     num_threads: int = _ENGINE.num_threads
     """Threads of the kernels in each worker. More threads than cores in all: the workers slow each other down."""
     kernels: str = _ENGINE.kernels
-    """Who computes: "native" code, the PyTorch "reference", or "auto": native where it can run the model."""
+    """Who computes on a CPU: "native" code, the PyTorch "reference", or "auto": native where it can run the model."""
     max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens
     max_num_seqs: int = _SCHEDULER.max_num_seqs
     max_waiting: int = _SCHEDULER.max_waiting
@@ -85,11 +88,26 @@ class PoolSpec(Knobs):
             raise ConfigError(f"replicas must be in [0, {MAX_REPLICAS}], got {self.replicas}")
         self.engine("", _ENGINE.dtype)  # its checks are ours
 
+    @property
+    def host_pool_bytes(self) -> int:
+        """Of host memory for each worker's KV pool and `swap_space`, at most."""
+        return self.swap_space + (0 if self.device.startswith("cuda") else self.kv_memory_bytes)
+
+    @property
+    def takes_card(self) -> bool:
+        """Whether each worker is to have a GPU of its own."""
+        return self.device == "cuda"
+
+    @property
+    def may_take_card(self) -> bool:
+        return self.device.startswith("cuda") or (self.device == "auto" and self.gpu_memory_utilization is not None)
+
     def engine(self, model_path: str, dtype: str, native_cache: str | None = None) -> EngineConfig:
         return EngineConfig(
             model_path=model_path,
             dtype=dtype,
             native_cache=native_cache,
+            device=self.device,
             kernels=self.kernels,
             **self.knobs(),
             num_threads=self.num_threads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
@@ -144,6 +145,18 @@ class CacheConfig:
 
 PREEMPTIONS = ("recompute", "swap")
 KERNELS = ("auto", "native", "reference")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+
+
+def check_device(device: str, gpu_memory_utilization: float | None) -> None:
+    """Raises `ConfigError` naming the setting."""
+    if not _DEVICE.fullmatch(device):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {device[:40]!r}")
+    if device == "cpu" and gpu_memory_utilization is not None:
+        raise ConfigError(
+            f"gpu_memory_utilization {gpu_memory_utilization} is of a GPU, and device is cpu: kv_memory_bytes sets the "
+            "pool there"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +198,9 @@ class EngineConfig(Knobs):
     dtype: str = "bfloat16"
     """Of weights and activations."""
     scheduler: SchedulerConfig = SchedulerConfig()
+    device: str = "auto"
+    """Where the model runs: "cpu"; "cuda", the first GPU that the process sees; "cuda:N"; or "auto", which is a GPU if
+    `gpu_memory_utilization` says how much of one and it can run the model, else the CPU."""
     num_threads: int = 1
     """Of the kernels. One a worker: prefill and decode share a small machine without fighting."""
     native_cache: str | None = None
@@ -207,6 +223,11 @@ class EngineConfig(Knobs):
             raise ConfigError("preemption swap needs host memory: set swap_space, or preemption recompute")
         if self.kernels not in KERNELS:
             raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
+        check_device(self.device, self.gpu_memory_utilization)
+        if self.device.startswith("cuda") and self.kernels != "auto":
+            raise ConfigError(
+                f"kernels {self.kernels} are for CPUs, and device is {self.device}: leave kernels at auto"
+            )
         if not 0.0 <= self.lent_share <= 1.0:
             raise ConfigError(f"lent_share must be in [0, 1], got {self.lent_share}")
         if self.num_threads < 1:

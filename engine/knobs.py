@@ -128,18 +128,17 @@ class Knobs:
         unit="share",
         above=0.0,
         high=1,
-        meaning="Share of a GPU's memory for weights, activations and KV together; the pool gets what the others "
-        "leave. Its sibling on a CPU is kv_memory_bytes.",
+        meaning="Share of a GPU's memory that one worker takes: weights, activations and KV together; the pool gets "
+        "what the others leave. Shares of workers on one card add up to less than 1. Not set: 0.9 with device cuda, "
+        "and no GPU with device auto. Its sibling on a CPU is kv_memory_bytes.",
         too_high="A peak of activations runs out of memory in the middle of serving.",
         too_low="A smaller pool: requests wait, or are preempted.",
-        works=(None,),
-        instead="workers run on CPUs, where kv_memory_bytes sets the pool",
     )
     kv_memory_bytes: int = _knob(
         512 * _MIB,
         unit="bytes",
         low=1,
-        meaning="KV pool of a CPU worker. Each worker of a machine has one of its own.",
+        meaning="KV pool of a worker on a CPU. Each worker of a machine has one of its own.",
         too_high="The machine swaps, or kills the worker; a pool larger than its memory is refused at start.",
         too_low="Fewer blocks: requests wait, or are preempted and compute their KV again.",
     )

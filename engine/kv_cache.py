@@ -18,6 +18,7 @@ import torch
 
 from engine.errors import ConfigError, InternalError
 from engine.kv_layout import KvLayout
+from engine.link_memory import LinkMemory
 from engine.machine import memory_bytes
 from engine.peer_windows import GENERATION_BYTES, PeerWindows, generations_offset
 
@@ -134,6 +135,10 @@ class KvCache:
             raise InternalError("the KV pool is closed")
         start = block * self._block_bytes
         return self._bytes[start : start + self._block_bytes]
+
+    def link_memory(self, num_blocks: int) -> LinkMemory | None:
+        """What a link needs to reach blocks that are not in host memory, for groups of up to `num_blocks`."""
+        return None
 
     def _map(self, size: int, borrows: bool) -> mmap.mmap | ctypes.Array[ctypes.c_ubyte]:
         if borrows and self.fd is not None:

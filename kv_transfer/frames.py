@@ -45,6 +45,8 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 CONVERTS = "converts"
 """Capability of P: if D's layout is another one, P makes blocks of it, for transports where payloads follow frames."""
+CARD = "card:"
+"""Capability of P, with the name of the GPU that its pool is on behind it: NCCL connects no two ends on one card."""
 _MAX_CAPABILITIES = 16
 _MAX_NAME_BYTES = 64
 

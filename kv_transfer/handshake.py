@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from enum import StrEnum
+from typing import Protocol
 
 from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError, HandshakeRefused, LinkClosed, ProtocolError
@@ -20,6 +21,7 @@ from kv_transfer import authentication
 from kv_transfer.authentication import ProofLacking
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import (
+    CARD,
     CONVERTS,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
@@ -31,8 +33,17 @@ from kv_transfer.frames import (
     encode,
 )
 from kv_transfer.identity import CONVERTING, MAPPING, PeerIdentity
-from kv_transfer.pool import KvPool
 from kv_transfer.transport_shm import read_only
+
+
+class Mappable(Protocol):
+    """Memory of blocks that a peer on this host can map, if `fd` is not None."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def fd(self) -> int | None: ...
 
 
 class RefusalCode(StrEnum):
@@ -61,12 +72,16 @@ def introduce(
     connection: FrameSocket,
     identity: PeerIdentity,
     target: tuple[str, str],
-    pool: KvPool,
+    pool: Mappable,
     transport: str,
     key: ClusterKey | None,
+    card: str = "",
 ) -> tuple[Hello, int]:
-    """P's side: say HELLO, and hear which version is agreed on. Raises `Refusal`, or `HandshakeRefused` by ourselves,
-    `LinkClosed`, `ProtocolError`."""
+    """P's side: say HELLO, and hear which version is agreed on. `card`: the GPU that our blocks are on.
+
+    Raises `Refusal`, or `HandshakeRefused` by ourselves, `LinkClosed`, `ProtocolError`.
+    """
+    proves = () if key is None else (authentication.CAPABILITY,)
     hello = Hello(
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL_VERSION,
@@ -78,7 +93,7 @@ def introduce(
         layout=identity.layout.to_wire(),
         transport=transport,
         num_blocks=pool.num_blocks,
-        capabilities=(CONVERTS,) if key is None else (CONVERTS, authentication.CAPABILITY),
+        capabilities=(CONVERTS, *proves, *((f"{CARD}{card}",) if card else ())),
     )
     _say_hello(connection, hello, pool)
     agreed: int | None = None
@@ -93,7 +108,7 @@ def introduce(
     return hello, _agreed(answer, agreed, target[0])
 
 
-def _say_hello(connection: FrameSocket, hello: Hello, pool: KvPool) -> None:
+def _say_hello(connection: FrameSocket, hello: Hello, pool: Mappable) -> None:
     if hello.transport not in MAPPING:
         connection.send(encode(hello))
         return

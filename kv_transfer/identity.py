@@ -26,6 +26,8 @@ MAPPING = (ADOPT, SHM)
 """That read the sender's pool, so on one host, over a Unix socket."""
 CONVERTING = (TCP, GLOO)
 """Over which P can send other bytes than those of its pool."""
+HOST_ONLY, CARD_ONLY = (ADOPT, GLOO), (NCCL,)
+"""For pools in host memory, and for pools on GPUs. The others take both: blocks on a GPU go through pinned memory."""
 
 MAX_ID_BYTES = 128
 """Of a worker id, incarnation or ticket id, in UTF-8."""
@@ -45,6 +47,14 @@ def check_transports(names: tuple[str, ...]) -> None:
     """Raises `ConfigError` unless `names` may be what a worker offers."""
     if not names or len(set(names)) != len(names) or not set(names) <= set(TRANSPORTS):
         raise ConfigError(f"kv_transports must name some of {', '.join(TRANSPORTS)}, each once, got {', '.join(names)}")
+
+
+def possible_transports(names: tuple[str, ...], device: str, adopts: bool) -> tuple[str, ...]:
+    """Those of `names` that a worker can offer with a pool on `device`; `adopts`: it lends blocks, or borrows them."""
+    impossible = set(CARD_ONLY if device == "cpu" else HOST_ONLY)
+    impossible |= set(MAPPING) if sys.platform != "linux" else set()
+    impossible |= set() if adopts else {ADOPT}
+    return tuple(name for name in names if name not in impossible)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

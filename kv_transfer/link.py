@@ -21,15 +21,18 @@ from typing import TYPE_CHECKING, Protocol
 
 from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError, HandshakeRefused, LinkClosed, ProtocolError
+from engine.link_memory import LinkMemory
 from engine.peer_windows import PeerWindow
 from kv_transfer.digest import BlockCopier
 from kv_transfer.frame_socket import FrameSocket, set_timeouts
-from kv_transfer.frames import Blocks, Hello, Refused, Welcome, clipped, encode
+from kv_transfer.frames import CARD, Blocks, Hello, Refused, Welcome, clipped, encode
 from kv_transfer.handshake import Refusal, RefusalCode, examine, introduce
 from kv_transfer.identity import (
     ADOPT,
+    CARD_ONLY,
     DEFAULT_TRANSPORTS,
     GLOO,
+    HOST_ONLY,
     MAPPING,
     NCCL,
     SHM,
@@ -38,6 +41,7 @@ from kv_transfer.identity import (
     PeerIdentity,
     check_transports,
     host_id,
+    possible_transports,
 )
 from kv_transfer.pool import KvPool
 from kv_transfer.transport_adopt import AdoptIntake
@@ -46,6 +50,9 @@ from kv_transfer.transport_tcp import TcpIntake, TcpOutlet
 
 if TYPE_CHECKING:
     from kv_transfer.process_group import PairGroup
+
+_LANDING_BYTES = 16 * 1024 * 1024
+"""Pinned memory of one link on its way to a GPU; a single larger block has its own size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +97,16 @@ class Outlet(Protocol):
     @property
     def transport(self) -> str: ...
 
-    def offset(self, source_block: int) -> int | None:
+    @property
+    def reads_pool(self) -> bool:
+        """Whether it takes `blocks` out of the pool itself, on a GPU: nobody has their bytes then, nor a digest."""
+        ...
+
+    def offset(self, place: int) -> int | None:
         """Where the receiver finds a block's payload: `BlockEntry.offset`."""
         ...
 
-    def send(self, encoded: bytes, sources: Sequence[memoryview]) -> None:
+    def send(self, encoded: bytes, sources: Sequence[memoryview], blocks: Sequence[int]) -> None:
         """Send the frame of a group of blocks, and what must follow it. Reads `sources` only until it returns."""
         ...
 
@@ -137,12 +149,24 @@ class OutgoingLink:
     """A preferred transport was tried and failed."""
 
 
+class Landing(Protocol):
+    """Where payload goes that the pool cannot take from the wire: its slots are on a GPU."""
+
+    def receive_into(self, frame: Blocks, slots: Sequence[int | None]) -> list[bytes]:
+        """As `Intake.receive_into`, with the slots' numbers: they hold the payload when it returns."""
+        ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class IncomingLink:
     connection: FrameSocket
     intake: Intake
     protocol: int
     peer: Hello
+    landing: Landing | None = None
+    """None: payload goes straight into the slots."""
 
 
 def connect(
@@ -152,16 +176,22 @@ def connect(
     pool: KvPool,
     settings: LinkSettings,
     opened: Callable[[FrameSocket], None],
+    memory: LinkMemory | None = None,
 ) -> OutgoingLink:
     """P's side, to `target` = (worker id, incarnation). Waits; at most the connect and handshake time-outs.
 
-    `opened` is told of each connection before its handshake, so that another thread can end the wait.
+    `opened` is told of each connection before its handshake, so that another thread can end the wait. `memory`: what
+    the link needs of a pool on a GPU.
 
     Raises `HandshakeRefused` with the reason, `LinkClosed` if nobody answers, `ProtocolError`.
     """
     attempts = _attempts(endpoint, pool, settings)
     if not attempts:
-        raise HandshakeRefused(f"no transport in common: the peer offers {', '.join(endpoint.transports) or 'none'}")
+        ours = possible_transports(settings.transports, pool.device, pool.lends)
+        raise HandshakeRefused(
+            f"no transport in common: our pool is on {pool.device}, which leaves {', '.join(ours) or 'none'}; "
+            f"the peer offers {', '.join(endpoint.transports) or 'none'}"
+        )
     failure: HandshakeRefused | LinkClosed
     for number, (transport, dial) in enumerate(attempts):
         try:
@@ -172,8 +202,10 @@ def connect(
         connection = settings.connection(sock, settings.handshake_timeout_s)
         opened(connection)
         try:
-            hello, protocol = introduce(connection, identity, target, pool, transport, settings.key)
-            outlet = _outlet(connection, hello, pool, settings)
+            shared = pool if memory is None or transport not in MAPPING else _Places(memory)
+            card = "" if memory is None else memory.card
+            hello, protocol = introduce(connection, identity, target, shared, transport, settings.key, card)
+            outlet = _outlet(connection, hello, pool, settings, memory)
         except Refusal as refusal:
             connection.close()
             failure = HandshakeRefused(str(refusal))
@@ -208,6 +240,8 @@ def accept(
             raise ProtocolError(f"a link begins with HELLO, not {type(hello).__name__}")
         protocol = examine(connection, hello, identity, settings.key)
         welcome = encode(Welcome(protocol=protocol, capabilities=()))
+        memory = kv.link_memory(max(1, _LANDING_BYTES // kv.layout.block_bytes))
+        _check_ends(hello, memory)
         intake = _intake(connection, hello, fd, (kv, copier, settings), welcome)
     except Refusal as refusal:
         with suppress(LinkClosed):  # it has its refusal, or is gone
@@ -217,7 +251,15 @@ def accept(
         if fd is not None:
             os.close(fd)  # the mapping, if there is one, keeps the memory
     connection.set_timeout(settings.progress_timeout_s)
-    return IncomingLink(connection, intake, protocol, hello)
+    return IncomingLink(connection, intake, protocol, hello, _landing(intake, memory))
+
+
+class _Places:
+    """Of a pool on a GPU, what a peer on this host maps in its stead."""
+
+    def __init__(self, memory: LinkMemory) -> None:
+        self.num_blocks = memory.num_places
+        self.fd = memory.fd
 
 
 def keep_alive(sock: socket.socket) -> None:
@@ -233,12 +275,13 @@ def _attempts(
     endpoint: LinkEndpoint, pool: KvPool, settings: LinkSettings
 ) -> list[tuple[str, Callable[[], socket.socket]]]:
     name = endpoint.unix_name
+    on_host = pool.device == "cpu"
     tcp = partial(_dial_tcp, endpoint.host, endpoint.port, settings.connect_timeout_s)
-    possible: dict[str, Callable[[], socket.socket]] = {}  # the preferred one first
-    if name is not None and pool.fd is not None and endpoint.host_id == host_id():
+    possible: dict[str, Callable[[], socket.socket]] = {} if on_host else {NCCL: tcp}  # the preferred one first
+    if name is not None and (pool.fd is not None or not on_host) and endpoint.host_id == host_id():
         unix = partial(_dial_unix, name, settings.connect_timeout_s)
-        possible = {ADOPT: unix, SHM: unix} if pool.lends else {SHM: unix}
-    possible |= {TCP: tcp, GLOO: tcp} if pool.device == "cpu" else {NCCL: tcp}
+        possible |= {ADOPT: unix, SHM: unix} if pool.lends else {SHM: unix}
+    possible |= {TCP: tcp, GLOO: tcp} if on_host else {TCP: tcp}
     both = set(endpoint.transports) & set(settings.transports)
     return [(transport, dial) for transport, dial in possible.items() if transport in both]
 
@@ -260,7 +303,9 @@ def _dial_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
     return sock
 
 
-def _outlet(connection: FrameSocket, hello: Hello, pool: KvPool, settings: LinkSettings) -> Outlet:
+def _outlet(
+    connection: FrameSocket, hello: Hello, pool: KvPool, settings: LinkSettings, memory: LinkMemory | None
+) -> Outlet:
     if hello.transport in MAPPING:
         return ShmOutlet(connection, pool.layout.block_bytes, hello.transport)
     if hello.transport == TCP:
@@ -271,7 +316,9 @@ def _outlet(connection: FrameSocket, hello: Hello, pool: KvPool, settings: LinkS
         group = _group(connection, hello, process_group.PREFILL_RANK, pool, settings)
     except LinkClosed as error:
         raise Refusal(RefusalCode.TRANSPORT, str(error)) from error
-    return process_group.GroupOutlet(hello.transport, connection, group, settings.progress_timeout_s)
+    if memory is None:
+        return process_group.GroupOutlet(hello.transport, connection, group, settings.progress_timeout_s)
+    return process_group.CardOutlet(hello.transport, connection, group, settings.progress_timeout_s, memory)
 
 
 def _intake(
@@ -307,6 +354,24 @@ def _intake(
     connection.send(welcome)
     group = _group(connection, hello, process_group.DECODE_RANK, kv, settings)
     return process_group.GroupIntake(transport, group, copier, settings.progress_timeout_s)
+
+
+def _check_ends(hello: Hello, memory: LinkMemory | None) -> None:
+    """`memory`: of our pool, if it is on a GPU. Raises `Refusal` for a transport that one of the pools cannot have."""
+    wrong = HOST_ONLY if memory is not None else CARD_ONLY
+    if hello.transport in wrong:
+        where = "on a GPU" if memory is not None else "in host memory"
+        raise Refusal(RefusalCode.TRANSPORT, f"{hello.transport} reaches no pool {where}, and ours is")
+    if memory is not None and hello.transport == NCCL and f"{CARD}{memory.card}" in hello.capabilities:
+        raise Refusal(RefusalCode.TRANSPORT, f"both pools are on {memory.card}: NCCL connects no two ends on one card")
+
+
+def _landing(intake: Intake, memory: LinkMemory | None) -> Landing | None:
+    if memory is None:
+        return None
+    from kv_transfer import landing  # it knows groups, and so torch
+
+    return landing.landing_of(intake, memory)
 
 
 def _mapping_intake(transport: str, fd: int, hello: Hello, kv: KvPool, copier: BlockCopier) -> ShmIntake:

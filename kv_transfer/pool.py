@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from engine.kv_layout import KvLayout
+from engine.link_memory import LinkMemory
 from engine.peer_windows import PeerWindows
 
 
@@ -17,7 +18,7 @@ class KvPool(Protocol):
 
     @property
     def device(self) -> str:
-        """Where it is, as torch names it: `cpu`, or a GPU, which only `nccl` can reach."""
+        """Where it is, as torch names it: `cpu`, or a GPU, which `nccl` alone reaches without a copy to the host."""
         ...
 
     @property
@@ -36,5 +37,9 @@ class KvPool(Protocol):
         ...
 
     def block(self, block: int) -> memoryview:
-        """The bytes of one block, writable, `layout.block_bytes` long, no copy."""
+        """The bytes of one block, writable, `layout.block_bytes` long, no copy. Of a pool in host memory only."""
+        ...
+
+    def link_memory(self, num_blocks: int) -> LinkMemory | None:
+        """For one link with groups of up to `num_blocks`, of a pool that is not in host memory."""
         ...

@@ -2,7 +2,8 @@
 
     both   `PairStore`     what the two constructors tell each other goes over the link's own connection
     both   `PairGroup`     sends or receives one group of blocks, by a deadline, straight from and into pool memory
-    P      `GroupOutlet`   after the frame that announces blocks, their payload goes through the group
+    P      `GroupOutlet`   after the frame that announces blocks, their payload goes through the group; `CardOutlet`:
+                           from a pool on a GPU
     D      `GroupIntake`   receives it, in the order of the frames
 
 `PairGroup` knows what every backend has in common; `transport_gloo` and `transport_nccl` know how each of them waits.
@@ -25,6 +26,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from engine.errors import LinkClosed, ProtocolError, TransferError
+from engine.link_memory import LinkMemory
 from kv_transfer.digest import BlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import Blocks, Hello, Meet, encode
@@ -209,6 +211,8 @@ class PairGroup(ABC):
 class GroupOutlet:
     """P's end of a transport whose payload goes through a group."""
 
+    reads_pool = False
+
     def __init__(self, transport: str, connection: FrameSocket, group: PairGroup, timeout_s: float) -> None:
         self.transport = transport
         self._connection = connection
@@ -218,12 +222,31 @@ class GroupOutlet:
     def offset(self, source_block: int) -> None:
         return None
 
-    def send(self, encoded: bytes, sources: Sequence[memoryview]) -> None:
+    def send(self, encoded: bytes, sources: Sequence[memoryview], blocks: Sequence[int]) -> None:
         self._connection.send(encoded)
-        self._group.send([as_tensor(source) for source in sources], self._timeout_s)
+        if sources:
+            self._group.send([as_tensor(source) for source in sources], self._timeout_s)
 
     def close(self) -> None:
         self._group.close()
+
+
+class CardOutlet(GroupOutlet):
+    """P's end, where blocks go whole out of a pool on a GPU."""
+
+    reads_pool = True
+
+    def __init__(
+        self, transport: str, connection: FrameSocket, group: PairGroup, timeout_s: float, memory: LinkMemory
+    ) -> None:
+        super().__init__(transport, connection, group, timeout_s)
+        self._memory = memory
+
+    def send(self, encoded: bytes, sources: Sequence[memoryview], blocks: Sequence[int]) -> None:
+        self._connection.send(encoded)
+        if blocks:  # else it is a frame without payload
+            with self._memory.in_order():
+                self._group.send(self._memory.tensors(blocks), self._timeout_s)
 
 
 class GroupIntake:
@@ -245,8 +268,12 @@ class GroupIntake:
     def receive_into(self, frame: Blocks, slots: Sequence[memoryview | None]) -> list[bytes]:
         granted = [slot for slot in slots if slot is not None]
         nowhere = torch.empty(frame.length if len(granted) < len(slots) else 0, dtype=torch.uint8)
-        self._group.receive([nowhere if slot is None else as_tensor(slot) for slot in slots], self._timeout_s)
+        self.receive([nowhere if slot is None else as_tensor(slot) for slot in slots])
         return self._copier.digests(granted)
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The payload of the blocks of a frame, in their order. Raises `LinkClosed`."""
+        self._group.receive(tensors, self._timeout_s)
 
     def close(self) -> None:
         self._group.close()

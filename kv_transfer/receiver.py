@@ -18,7 +18,7 @@ from collections.abc import Callable
 from engine.errors import ConfigError, DeadlineExceeded, LinkClosed
 from kv_transfer.digest import BlockCopier, PythonBlockCopier
 from kv_transfer.handshake import RefusalCode
-from kv_transfer.identity import ADOPT, GLOO, MAPPING, NCCL, TCP, LinkEndpoint, PeerIdentity, host_id
+from kv_transfer.identity import LinkEndpoint, PeerIdentity, host_id, possible_transports
 from kv_transfer.link import LinkSettings, import_groups, keep_alive
 from kv_transfer.pool import KvPool
 from kv_transfer.receiver_link import ReceiverLink, ReceiverListener
@@ -77,10 +77,7 @@ class KvReceiver:
         stays open then."""
         unix_name = None
         import_groups(self.settings)
-        impossible = {*MAPPING} if sys.platform != "linux" else set()
-        impossible |= {NCCL} if self.kv.device == "cpu" else {*MAPPING, TCP, GLOO}
-        impossible |= {ADOPT} if self.kv.windows is None else set()
-        transports = tuple(name for name in self.settings.transports if name not in impossible)
+        transports = possible_transports(self.settings.transports, self.kv.device, self.kv.windows is not None)
         if not transports:
             raise ConfigError(
                 f"none of the transports {', '.join(self.settings.transports)} is possible: the KV pool is on "

@@ -245,13 +245,14 @@ class ReceiverLink:
     ) -> list[bool]:
         """Of which slots of the grant hold what was sent. Raises what ended the stream."""
         pool, entries = self._receiver.kv, frame.entries
-        slots: list[memoryview | None]
+        slots: Sequence[int | None] = grant.slots
         if refused:
-            slots = [None if i in refused else pool.block(entry.slot) for i, entry in enumerate(entries)]
+            slots = [None if i in refused else entry.slot for i, entry in enumerate(entries)]
             entries = tuple(entry for i, entry in enumerate(entries) if i not in refused)
+        if link.landing is not None:
+            digests = link.landing.receive_into(frame, slots)
         else:
-            slots = [pool.block(slot) for slot in grant.slots]
-        digests = link.intake.receive_into(frame, slots)
+            digests = link.intake.receive_into(frame, [None if slot is None else pool.block(slot) for slot in slots])
         return [digest == entry.digest for digest, entry in zip(digests, entries, strict=True)]
 
     def _end_write(self, grant: WriteGrant, intact: Sequence[bool]) -> list[WriteOutcome]:
@@ -327,6 +328,8 @@ class ReceiverLink:
         else:
             self._counters.add("links_lost", type(error).__name__)
             link.intake.close()
+            if link.landing is not None:
+                link.landing.close()
         self._connection.close()
         lost = [ticket_id for ticket_id in self._tickets if self._table.missing(ticket_id)]
         if lost:

@@ -25,12 +25,13 @@ from engine.errors import (
     TransferError,
 )
 from engine.kv_layout import compatible
-from kv_transfer.conversion import Staging
+from kv_transfer.block_sources import BlockSources
+from kv_transfer.digest import UNVERIFIED
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import GROUPS_PROTOCOL_VERSION, Ack, BlockEntry, Blocks, Frame, Nack, Release, Renew, encode
-from kv_transfer.identity import MAPPING, LinkEndpoint, LinkTarget
+from kv_transfer.identity import LinkEndpoint, LinkTarget
 from kv_transfer.link import OutgoingLink, connect
-from kv_transfer.outgoing import OutgoingBlock, SendBlocks, SendLoan, Step
+from kv_transfer.outgoing import SendBlocks, SendLoan, Step
 from kv_transfer.sender_listener import error_of
 from kv_transfer.source_digests import SourceDigests
 from kv_transfer.transfers import OutgoingTransfers
@@ -51,11 +52,9 @@ class SenderLink:
         self.target = target
         self._layout = target.layout or sender._kv.layout
         """Of the blocks that leave."""
-        self._converts = self._layout != sender._kv.layout
-        self._digests = SourceDigests(sender._copier) if self._converts else sender._digests
+        self._sources = BlockSources(sender._kv, self._layout, self._settings.max_unacked_bytes)
+        self._digests = SourceDigests(sender._copier) if self._sources.converts else sender._digests
         self.transfers = OutgoingTransfers(self._layout.block_bytes, sender._settings, self._digests.is_kept)
-        self._staging: Staging | None = None
-        """If ours are of another one."""
         self.changed = threading.Condition(sender._lock)
         self._connection: FrameSocket | None = None
         self._error: TransferError | None = None
@@ -119,11 +118,11 @@ class SenderLink:
             sender._kv,
             self._settings,
             self._opened,
+            self._sources.memory,
         )
         sender._counters.add("links_connected", link.outlet.transport)
         sender._counters.add("fallbacks", n=int(link.fell_back))
-        if self._converts:
-            self._staging = Staging(sender._kv.layout, self._layout, self.transfers.group_blocks)
+        self._sources.open(self.transfers.group_blocks)
         with self.changed:
             self.transfers.transport = link.outlet.transport
             self._link = link
@@ -141,7 +140,7 @@ class SenderLink:
         let go of the lock. None: there is nothing, or the writer does it."""
         link = self._link
         busy = self._writer_writes or self._caller_writes or self._unsent or self._error is not None
-        if busy or link is None or link.outlet.transport not in MAPPING or not self.transfers.is_light():
+        if busy or link is None or self._reads(link) or not self.transfers.is_light():
             self.changed.notify()
             return None
         try:
@@ -221,21 +220,37 @@ class SenderLink:
 
     def _send(self, link: OutgoingLink, step: Step) -> None:
         """On the writer. Waits."""
-        if isinstance(step, SendBlocks) and link.outlet.transport not in MAPPING:
-            sources = self._sources(step)
-            frames = self._frames(link, step, self._digests.kept(step.blocks) or self._take_digests(step, sources))
-            parts = [sources] if len(frames) == 1 else [[source] for source in sources]
-            for frame, part in zip(frames, parts, strict=True):
-                link.outlet.send(frame, part)
+        if isinstance(step, SendBlocks) and self._reads(link):
+            self._send_payload(link, step)
         else:
             for frame in self._encoded(link, step):
-                link.outlet.send(frame, ())
+                link.outlet.send(frame, (), ())
+
+    def _reads(self, link: OutgoingLink) -> bool:
+        """Whether blocks that leave over it have to be read, whatever is known of them."""
+        return self._sources.wanted(link.outlet.transport)
+
+    def _send_payload(self, link: OutgoingLink, step: SendBlocks) -> None:
+        blocks = [block.source_block for block in step.blocks]
+        if link.outlet.reads_pool:
+            sources: list[memoryview] = []
+            frames = self._frames(link, step, [UNVERIFIED] * len(blocks), blocks)
+        else:
+            sources, places = self._sources.get(step.blocks)
+            digests = self._digests.kept(step.blocks) or self._take_digests(step, sources)
+            frames = self._frames(link, step, digests, places)
+        if len(frames) == 1:
+            link.outlet.send(frames[0], sources, blocks)
+        else:
+            for n, frame in enumerate(frames):
+                link.outlet.send(frame, sources[n : n + 1], blocks[n : n + 1])
 
     def _encoded(self, link: OutgoingLink, step: Step) -> list[bytes]:
         """All that a step sends, but for payloads."""
         if isinstance(step, SendBlocks):
-            digests = self._digests.kept(step.blocks) or self._take_digests(step, self._sources(step))
-            return self._frames(link, step, digests)
+            digests = self._digests.kept(step.blocks)
+            digests = digests or self._take_digests(step, self._sources.get(step.blocks)[0])
+            return self._frames(link, step, digests, [block.source_block for block in step.blocks])
         if isinstance(step, Renew):
             self._sender._counters.add("renewals")
         return [encode(step.frame if isinstance(step, SendLoan) else step)]
@@ -245,11 +260,14 @@ class SenderLink:
         if isinstance(step, (SendBlocks, SendLoan)):
             self.transfers.sent(step)
 
-    def _frames(self, link: OutgoingLink, step: SendBlocks, digests: Sequence[bytes]) -> list[bytes]:
+    def _frames(
+        self, link: OutgoingLink, step: SendBlocks, digests: Sequence[bytes], found: Sequence[int]
+    ) -> list[bytes]:
+        """`found`: the place of each block in what a peer on this host maps."""
         offset = link.outlet.offset
         entries = tuple(
-            BlockEntry(block.ordinal, *place, block.hash, digest, offset(block.source_block))
-            for block, place, digest in zip(step.blocks, step.places, digests, strict=True)
+            BlockEntry(block.ordinal, *place, block.hash, digest, offset(source))
+            for block, place, digest, source in zip(step.blocks, step.places, digests, found, strict=True)
         )
         length = self._layout.block_bytes
         frame = Blocks(ticket_id=step.ticket_id, incarnation=step.incarnation, entries=entries, length=length)
@@ -259,16 +277,6 @@ class SenderLink:
 
     def _take_digests(self, step: SendBlocks, sources: Sequence[memoryview]) -> list[bytes]:
         return self._digests.take(((block.source_block, block.generation) for block in step.blocks), sources)
-
-    def _sources(self, step: SendBlocks) -> list[memoryview]:
-        return [self._source(place, block) for place, block in enumerate(step.blocks)]
-
-    def _source(self, place: int, block: OutgoingBlock) -> memoryview:
-        kv = self._sender._kv
-        if self._staging is None:
-            return kv.block(block.source_block)
-        sources = [kv.block(source) for source in (block.source_block, *block.more_blocks)]
-        return self._staging.put(place, block.ordinal, sources)
 
     def _read(self, connection: FrameSocket) -> None:
         error: TransferError = LinkClosed("the reader ended by a fault")
@@ -345,6 +353,7 @@ class SenderLink:
                 reader.join(self._settings.progress_timeout_s)  # it is out of `receive` at once
             link.connection.close()
             link.outlet.close()
+        self._sources.close()
         self._report()
         with self.changed:
             self._sender._threads.discard(self)

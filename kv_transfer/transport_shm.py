@@ -21,6 +21,8 @@ from kv_transfer.identity import SHM
 class ShmOutlet:
     """P's end."""
 
+    reads_pool = False
+
     def __init__(self, connection: FrameSocket, block_bytes: int, transport: str = SHM) -> None:
         self.transport = transport
         self._connection = connection
@@ -29,7 +31,7 @@ class ShmOutlet:
     def offset(self, source_block: int) -> int:
         return source_block * self._block_bytes
 
-    def send(self, encoded: bytes, sources: Sequence[memoryview]) -> None:
+    def send(self, encoded: bytes, sources: Sequence[memoryview], blocks: Sequence[int]) -> None:
         self._connection.send(encoded)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ class TcpOutlet:
     """P's end."""
 
     transport = TCP
+    reads_pool = False
 
     def __init__(self, connection: FrameSocket) -> None:
         self._connection = connection
@@ -21,7 +22,7 @@ class TcpOutlet:
     def offset(self, source_block: int) -> None:
         return None
 
-    def send(self, encoded: bytes, sources: Sequence[memoryview]) -> None:
+    def send(self, encoded: bytes, sources: Sequence[memoryview], blocks: Sequence[int]) -> None:
         self._connection.send(encoded, *sources)
 
     def close(self) -> None:

@@ -282,6 +282,10 @@ class WorkerStatus:
     """Routing keys that the router has noted for it, those evicted since included."""
     blocks_digest: int
     """Their sum, modulo 2^64."""
+    device: str
+    """ "cpu", or a GPU and which card that is, in the worker's words."""
+    kernels: str
+    """What computes there."""
 
     @classmethod
     def from_proto(cls, message: router_pb2.WorkerStatus) -> Self:
@@ -310,6 +314,8 @@ class WorkerStatus:
             blocks_lists=message.blocks_lists,
             blocks_noted=message.blocks_noted,
             blocks_digest=message.blocks_digest,
+            device=message.device,
+            kernels=message.kernels,
         )
 
 

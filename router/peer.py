@@ -32,6 +32,9 @@ class Peer:
     """None: it did not say. Links compare it again."""
     transports: tuple[str, ...] = ()
     """Of its KV links; empty if it did not say."""
+    device: str = ""
+    kernels: str = ""
+    """Where it computes, and what does, in its own words."""
     prewarm: worker_pb2.Prewarm | None = None
     """Of a decode worker: what prefill workers may be told of it."""
     sampling_fields: frozenset[str] = FIRST_SAMPLING_FIELDS
@@ -63,6 +66,8 @@ class Peer:
             tells_blocks=welcome.tells_blocks,
             layout=_layout(welcome),
             transports=tuple(welcome.kv_transports),
+            device=welcome.device,
+            kernels=welcome.kernels,
             prewarm=_prewarm(welcome) if welcome.role == DECODE else None,
             sampling_fields=frozenset(welcome.sampling_fields) or FIRST_SAMPLING_FIELDS,
         )

@@ -102,3 +102,5 @@ def _introduce(status: router_pb2.WorkerStatus, peer: Peer) -> None:
     status.role = peer.role
     status.pid = peer.pid
     status.blocks_total = peer.num_blocks
+    status.device = peer.device
+    status.kernels = peer.kernels

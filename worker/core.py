@@ -18,6 +18,7 @@ from engine.block_events import Cleared, EventBatch, Snapshot
 from engine.engine import Engine, StepOutput
 from engine.errors import DeadlineExceeded, Draining, EngineError, InternalError
 from engine.step_loop import StepLoop
+from kv_transfer.identity import possible_transports
 from kvrelay._wire import PROTOCOL_VERSION, SAMPLING_FIELDS
 from kvrelay.v1 import worker_pb2
 from worker.block_feed import BlockFeed
@@ -112,10 +113,14 @@ class WorkerCore(Generic[T]):
             native=self.parts.native.name if self.parts.native is not None else "",
             tells_blocks=True,
             layout=layout_to_proto(self.parts.kv.layout),
-            kv_transports=self.config.kv_transports,
+            kv_transports=possible_transports(self.config.kv_transports, self.parts.kv.device, self._adopts()),
             kernels=self.parts.kernels,
             sampling_fields=SAMPLING_FIELDS,
+            device=self.parts.device,
         )
+
+    def _adopts(self) -> bool:
+        return self.parts.kv.lends or self.parts.kv.windows is not None
 
     async def load(self) -> worker_pb2.Load:
         self._blocks_may_have_changed()

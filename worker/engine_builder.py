@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from engine.batch import ForwardBatch
-from engine.block_hash import BlockIdentity
-from engine.config import CacheConfig, EngineConfig
-from engine.engine import Engine
-from engine.errors import ConfigError, EngineError, NativeUnavailable
+from engine.config import EngineConfig
+from engine.cuda.device import open_card
+from engine.errors import ConfigError, NativeUnavailable
 from engine.kv_cache import KvCache
 from engine.kv_layout import KvLayout
 from engine.machine import memory_bytes
@@ -22,39 +21,33 @@ from engine.model.decoder import Model
 from engine.model.native_decoder import obstacle
 from engine.model.registry import load_model
 from engine.model_config import load_model_config, model_fingerprint
-from engine.native.blocks import NativeBlockCopier, load_block_copier
 from engine.native.decoder import NativeDecoder, load_decoder
 from engine.native.fence import load_fence
-from engine.plan import Pool, check_pool, pool_of
+from engine.plan import check_pool, pool_of
+from worker.card_builder import OpenCard, build_on_card, choose_card
+from worker.engine_parts import EngineParts, engine_around, layout_of, max_model_len_of, num_host_blocks_of
+
+__all__ = ["EngineParts", "assemble_engine", "build_engine", "warm_up"]
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """What a role is built around. The role closes `kv` when nothing uses it any more."""
+def build_engine(config: EngineConfig, open_card: OpenCard = open_card) -> EngineParts:
+    """Load the model and assemble an engine around it. Raises `ModelError` or `ConfigError`.
 
-    engine: Engine
-    kv: KvCache
-    pool: Pool
-    """What `kv` holds, in numbers."""
-    identity: BlockIdentity
-    max_model_len: int
-    max_requests: int
-    """Requests that the engine takes, running and waiting together."""
-    native: NativeBlockCopier | None
-    """None: there is no compiler, or none was wanted."""
-    kernels: str
-    """What computes: "native" and its instruction set, or "reference" and, where that was not asked for, why."""
-    timings: Mapping[str, float]
-    """Seconds of each part of the build."""
-
-
-def build_engine(config: EngineConfig) -> EngineParts:
-    """Load the model and assemble an engine around it. Raises `ModelError` or `ConfigError`."""
+    `open_card`: a test, or a rehearsal on the CPU, brings its own.
+    """
     torch.set_num_threads(config.num_threads)
+    card, why_not = choose_card(config, load_model_config(Path(config.model_path)), open_card)
+    if card is not None:
+        return build_on_card(config, card)
+    parts = _build_on_cpu(config)
+    return replace(parts, device=f"cpu: {why_not}") if why_not else parts
+
+
+def _build_on_cpu(config: EngineConfig) -> EngineParts:
     started = time.monotonic()
     decoder, kernels = _load_decoder(config)
     compiled = time.monotonic()
@@ -101,57 +94,13 @@ def assemble_engine(
 ) -> EngineParts:
     """An engine around `model`, with a pool of its own. On an error no pool is left open."""
     started = time.monotonic()
-    shape = model.config
-    max_model_len = config.max_model_len or shape.max_model_len
-    if max_model_len > shape.max_model_len:
-        raise ConfigError(f"max_model_len {max_model_len} is more than the model's {shape.max_model_len}")
-    layout = KvLayout(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=config.block_size,
-        dtype=config.kv_dtype(config.dtype),
-    )
+    layout = layout_of(config, model.config)
+    max_model_len_of(config, model.config)
     pool = pool_of(layout, config.kv_memory_bytes, config.num_blocks_override)
     check_pool(pool, config, memory_bytes())
-    num_host_blocks = config.swap_space // layout.block_bytes
-    if config.scheduler.preemption == "swap" and not num_host_blocks:
-        raise ConfigError(
-            f"preemption swap needs host memory: swap_space {config.swap_space} holds no block of "
-            f"{layout.block_bytes} bytes"
-        )
-    if pool.num_bytes + num_host_blocks * layout.block_bytes > memory_bytes():
-        raise ConfigError(
-            f"swap_space {config.swap_space} beside {pool} is more than this machine's {memory_bytes()} bytes"
-        )
-    cache_config = CacheConfig(
-        num_blocks=pool.num_blocks,
-        block_size=config.block_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-        sliding_window=shape.shared_window,
-    )
-    identity = BlockIdentity(
-        model_fingerprint=fingerprint,
-        kv_dtype=_identity_dtype(layout.dtype, config.dtype),
-        block_size=config.block_size,
-    )
-    kv = _pool(layout, pool.num_blocks, num_host_blocks, config)
-    try:
-        engine = Engine(model, kv, cache_config, config.scheduler, identity, max_model_len)
-    except EngineError:
-        kv.close()
-        raise
-    return EngineParts(
-        engine=engine,
-        kv=kv,
-        pool=pool,
-        identity=identity,
-        max_model_len=max_model_len,
-        max_requests=config.scheduler.max_num_seqs + config.scheduler.max_waiting,
-        native=_load_native(config.native_cache),
-        kernels="reference",
-        timings={**(timings or {}), "kv_and_engine_s": time.monotonic() - started},
-    )
+    kv = _pool(layout, pool.num_blocks, num_host_blocks_of(config, layout, pool), config)
+    parts = engine_around(model, kv, fingerprint, config, timings=timings or {})
+    return replace(parts, timings={**parts.timings, "kv_and_engine_s": time.monotonic() - started})
 
 
 def _pool(layout: KvLayout, num_blocks: int, num_host_blocks: int, config: EngineConfig) -> KvCache:
@@ -168,11 +117,6 @@ def _pool(layout: KvLayout, num_blocks: int, num_host_blocks: int, config: Engin
     return KvCache(
         layout, num_blocks, num_host_blocks, borrows=config.borrows, lent_share=config.lent_share, fence=fence
     )
-
-
-def _identity_dtype(kv_dtype: str, dtype: str) -> str:
-    """The type of the KV, and that of the activations it comes from where it is another: both decide its bytes."""
-    return kv_dtype if kv_dtype == dtype else f"{kv_dtype} of {dtype}"
 
 
 def _load_decoder(config: EngineConfig) -> tuple[NativeDecoder | None, str]:
@@ -195,13 +139,3 @@ def _load_decoder(config: EngineConfig) -> tuple[NativeDecoder | None, str]:
     if config.kernels == "native":
         raise ConfigError(f"kernels: native is not possible: {why}")
     return None, f"reference: {why}"
-
-
-def _load_native(cache: str | None) -> NativeBlockCopier | None:
-    if cache is None:
-        return None
-    try:
-        return load_block_copier(Path(cache))
-    except NativeUnavailable as error:
-        logger.warning("no native code, so KV blocks are copied and digested in Python: %s", error)
-        return None

@@ -72,7 +72,8 @@ def _options() -> list[click.Parameter]:
             type=float,
             default=_SCHEDULER.priority_step_s,
         ),
-        option("--kernels", "Who computes.", type=click.Choice(KERNELS), default=_ENGINE.kernels),
+        option("--device", "Where the model runs: auto, cpu, cuda or cuda:N.", default=_ENGINE.device),
+        option("--kernels", "Who computes on a CPU.", type=click.Choice(KERNELS), default=_ENGINE.kernels),
         option("--threads", "Threads of the kernels.", type=int, default=_ENGINE.num_threads),
         option(
             "--native-cache",
@@ -119,6 +120,7 @@ def _worker_config(role: str, **flags: Any) -> WorkerConfig:
             model_path=str(model),
             dtype=flags["dtype"],
             **{name: flags[name] for name in KNOBS},
+            device=flags["device"],
             num_threads=flags["threads"],
             native_cache=flags["native_cache"],
             kernels=flags["kernels"],

@@ -66,6 +66,7 @@ class RunningWorker:
             "authenticates": self._config.cluster_key is not None,
             "native": welcome.native,
             "kernels": welcome.kernels,
+            "device": welcome.device,
             "timings": {**role.timings(), "total_s": round(time.monotonic() - started, 3)},
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,8 @@ from engine.cuda.decoder import GpuDecoder
 from engine.cuda.device import Device
 from engine.cuda.memory import CudaKvCache
 from engine.cuda.model import GpuModel
-from engine.cuda.plan import GpuMemory, decode_step_bytes, pool_bytes
+from engine.cuda.plan import DEFAULT_UTILIZATION, GpuMemory, decode_step_bytes, pool_bytes
+from engine.errors import ConfigError
 from engine.kv_layout import KvLayout
 from engine.model.decoder import DecoderWeights
 
@@ -23,33 +24,41 @@ class GpuLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    gpu_memory_utilization: float
-    """Share of the card that weights, steps, graphs and KV may take together, other processes' part included."""
+    gpu_memory_utilization: float = DEFAULT_UTILIZATION
+    """Share of the card that this worker may take: weights, steps, graphs, KV."""
+    num_blocks: int | None = None
+    """Of the pool, whatever the memory; None: as many as fit."""
     num_host_blocks: int = 0
 
 
 def build_gpu_model(
     config: ModelConfig,
-    load: Callable[[Mapping[str, torch.Tensor]], None],
+    load: Callable[[DecoderWeights], None],
     dtype: torch.dtype,
     layout: KvLayout,
     limits: GpuLimits,
     device: Device,
 ) -> tuple[GpuModel, CudaKvCache]:
-    """`load` fills the parameters (`DecoderWeights.parts`), which are on the card already.
+    """`load` fills the parameters, which are on the card already.
 
     The largest step is run once over a pool that just holds it, to see what it takes. Raises `ConfigError` naming the
-    setting if what is left holds no block, and whatever `load` raises; then torch has its memory back.
+    setting if what is left holds no block, or the card does not hold the weights, and whatever `load` raises; then
+    torch has its memory back.
     """
     free, total = device.memory()
-    with torch.device(device.torch_device):
-        weights = DecoderWeights(config, dtype)
-    load(weights.parts())
-    decoder = GpuDecoder(config, weights, limits.max_model_len, limits.max_num_seqs)
-    memory = GpuMemory(total, total - free, _peak(decoder, layout, limits, device))
-    graphs = decode_step_bytes(config, limits.max_num_seqs, dtype.itemsize)
-    budget = pool_bytes(memory, limits.gpu_memory_utilization, graphs, layout.block_bytes)
-    kv = CudaKvCache(layout, budget // layout.block_bytes, device, limits.num_host_blocks)
+    try:
+        weights = DecoderWeights(config, dtype, str(device.torch_device))
+        load(weights)
+        decoder = GpuDecoder(config, weights, limits.max_model_len, limits.max_num_seqs)
+        num_blocks = limits.num_blocks
+        if num_blocks is None:
+            memory = GpuMemory(total, total - free, _peak(decoder, layout, limits, device))
+            graphs = decode_step_bytes(config, limits.max_num_seqs, dtype.itemsize)
+            budget = pool_bytes(memory, limits.gpu_memory_utilization, graphs, layout.block_bytes)
+            num_blocks = budget // layout.block_bytes
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"device {device.name}: weights and a step do not fit into {free} free bytes") from error
+    kv = CudaKvCache(layout, num_blocks, device, limits.num_host_blocks)
     return GpuModel(decoder, kv, device, limits.max_num_seqs, limits.max_model_len), kv
 
 
@@ -65,7 +74,7 @@ def _peak(decoder: GpuDecoder, layout: KvLayout, limits: GpuLimits, device: Devi
         query_starts=[0, num_tokens],
         context_lens=[num_tokens],
         block_tables=[list(range(num_blocks))],
-        sample_rows=[num_tokens - 1],
+        sample_rows=list(range(max(0, num_tokens - limits.max_num_seqs), num_tokens)),
     )
     peak = device.measure(lambda: probe.forward_eagerly(batch, pool)) - pool.nbytes
     pool.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.cuda.device import Device
+from engine.cuda.device import Device, Mark
+from engine.cuda.link_memory import CardLinkMemory
 from engine.errors import ConfigError, InternalError
 from engine.kv_cache import KvCache, kv_views
 from engine.kv_layout import KvLayout
@@ -22,8 +23,10 @@ class CudaKvCache(KvCache):
         self.nbytes = num_blocks * layout.block_bytes
         self.fd = None
         self.host = None
-        self.device = str(device.torch_device)
+        self.device = device.name
         self.gpu = device
+        self.last_mark: Mark | None = None
+        """All that the engine has launched over this pool came before. A link's copies come after it."""
         shape = num_blocks, layout.block_bytes
         try:
             self.by_block = torch.zeros(shape, dtype=torch.uint8, device=device.torch_device)
@@ -65,6 +68,15 @@ class CudaKvCache(KvCache):
     def copy_block(self, source: int, target: int) -> None:
         """In the order of compute."""
         self.block_tensor(target).copy_(self.block_tensor(source))
+        self.mark()
+
+    def mark(self) -> None:
+        """By the engine's thread, behind whatever it launches that reads or writes blocks: before it tells anybody
+        that a block is complete, or that a slot may be written."""
+        self.last_mark = self.gpu.mark()
+
+    def link_memory(self, num_blocks: int) -> CardLinkMemory:
+        return CardLinkMemory(self, num_blocks)
 
     def close(self) -> None:
         """Give the memory back to torch. A second call does nothing. Views that someone holds keep it."""
@@ -82,9 +94,11 @@ class CudaHostCopies:
 
     def to_host(self, block: int, slot: int) -> None:
         self._kv.gpu.copy_aside(self._kv.block_tensor(block), self._kv.host_blocks[slot])
+        self._kv.mark()
 
     def to_pool(self, slot: int, block: int) -> None:
         self._kv.gpu.copy_aside(self._kv.host_blocks[slot], self._kv.block_tensor(block))
+        self._kv.mark()
 
     def wait(self) -> None:
         self._kv.gpu.wait_for_copies()

@@ -10,6 +10,7 @@ from engine.batch import ForwardBatch
 from engine.cuda.decoder import GpuDecoder, StepTensors
 from engine.cuda.device import Device, Replay
 from engine.cuda.inputs import DecodeInputs
+from engine.cuda.memory import CudaKvCache
 from engine.cuda.plan import GraphKey, InputLayout, decode_buckets, graph_key
 from engine.kernels.triton_paged import DecodePart, step_parts
 from engine.kv_cache import KvCache
@@ -21,7 +22,9 @@ class GpuModel:
     A graph is captured when a step first needs it, and is bound to `kv`: there is one pool for each `GpuModel`.
     """
 
-    def __init__(self, decoder: GpuDecoder, kv: KvCache, device: Device, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self, decoder: GpuDecoder, kv: CudaKvCache, device: Device, max_num_seqs: int, max_model_len: int
+    ) -> None:
         self.config = decoder.config
         self._decoder = decoder
         self._kv = kv
@@ -39,17 +42,43 @@ class GpuModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
         """See `Model`. The logits may be overwritten by the next call."""
+        return self._to_host(self.compute(batch, kv))
+
+    @torch.inference_mode()
+    def compute(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:  # [rows, vocab] float32
+        """As `forward`, but the logits stay on the device, and nothing is waited for."""
         assert kv is self._kv, "graphs were captured over another pool"
+        self._device.use()  # the engine's thread is not the one that built this
         logits = self._decode(batch)
         if logits is None:
-            return self.forward_eagerly(batch, kv)
-        num_seqs = len(batch.context_lens)
-        return self._to_host(logits[:num_seqs] if len(batch.sample_rows) == num_seqs else logits[batch.sample_rows])
+            logits = self._decoder.forward(self._eager(batch), kv)
+        else:
+            num_seqs = len(batch.context_lens)
+            logits = logits[:num_seqs] if len(batch.sample_rows) == num_seqs else logits[batch.sample_rows]
+        self._kv.mark()
+        return logits
 
     @torch.inference_mode()
     def forward_eagerly(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
         """The same without a graph, whatever the batch."""
-        return self._to_host(self._decoder.forward(self._eager(batch), kv))
+        self._device.use()
+        logits = self._decoder.forward(self._eager(batch), kv)
+        self._kv.mark()
+        return self._to_host(logits)
+
+    def warm_up(self) -> None:
+        """Capture what most decode steps need: each bucket, for contexts of one split. Writes into the first block of
+        the pool, which nobody holds yet."""
+        for bucket in self._buckets:
+            batch = ForwardBatch(
+                token_ids=torch.zeros(bucket, dtype=torch.int64),
+                positions=torch.zeros(bucket, dtype=torch.int64),
+                query_starts=list(range(bucket + 1)),
+                context_lens=[1] * bucket,
+                block_tables=[[0]] * bucket,
+                sample_rows=list(range(bucket)),
+            )
+            self.forward(batch, self._kv)
 
     def _to_host(self, logits: torch.Tensor) -> torch.Tensor:
         if len(logits) > len(self._logits):

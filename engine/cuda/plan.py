@@ -9,6 +9,13 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.kernels.attention_plan import num_splits_for
 
+CONTEXT_BYTES = 512 << 20
+"""What CUDA takes in each process, at most. What a card has in use beyond that belongs to other processes."""
+DEFAULT_UTILIZATION = 0.9
+"""Of a card that a worker has to itself."""
+MAX_HEAD_DIM = 256
+FLOAT32_MAX_HEAD_DIM = 64
+OLDEST_ARCH = 80
 _ALIGNMENT = 16
 _SMALL_BATCHES = (1, 2, 4)
 _BATCH_STEP = 8
@@ -19,27 +26,48 @@ class GpuMemory:
     """Bytes of one card, as measured."""
 
     total: int
-    used_by_others: int
-    """Before our weights were loaded: other processes, and what CUDA itself takes."""
+    used: int
+    """Before our weights were loaded: by other processes, and by CUDA itself in this one."""
     peak: int
     """Most that this process had allocated for weights and for the largest step."""
 
 
 def pool_bytes(memory: GpuMemory, gpu_memory_utilization: float, graph_bytes: int, block_bytes: int) -> int:
-    """For KV: what `gpu_memory_utilization` of the card leaves beside all that was measured, and the graphs.
+    """For KV: what `gpu_memory_utilization` of the card leaves beside all that this worker takes otherwise. Workers
+    that share a card have a share each, whichever starts first.
 
-    Raises `ConfigError` naming the setting if that is less than one block.
+    Raises `ConfigError` naming the setting if that is less than one block, or more than others have left.
     """
     if not 0.0 < gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
-    taken = memory.used_by_others + memory.peak + graph_bytes
+    taken = min(memory.used, CONTEXT_BYTES) + memory.peak + graph_bytes
     left = int(memory.total * gpu_memory_utilization) - taken
     if left < block_bytes:
         raise ConfigError(
             f"gpu_memory_utilization {gpu_memory_utilization} of {memory.total} bytes leaves {max(0, left)} for KV "
-            f"beside {taken} for weights, a step, graphs and other processes: a block needs {block_bytes}"
+            f"beside {taken} for weights, a step, graphs and CUDA itself: a block needs {block_bytes}"
+        )
+    if left > memory.total - memory.used - memory.peak - graph_bytes:
+        most = 1 - (memory.used - min(memory.used, CONTEXT_BYTES)) / memory.total
+        raise ConfigError(
+            f"gpu_memory_utilization {gpu_memory_utilization} is more than other processes leave of the card's "
+            f"{memory.total} bytes, of which {memory.used} were in use: set at most {most:.2f}"
         )
     return left
+
+
+def obstacle(config: ModelConfig, dtype: str, arch: int) -> str | None:
+    """Why the decoder for GPUs cannot run this model on a card of compute capability `arch` / 10, or None.
+
+    Every family that the decoder for CPUs runs is one here too: they differ by `ModelConfig` alone.
+    """
+    if arch < OLDEST_ARCH:
+        return f"the card is sm_{arch}, the kernels need sm_{OLDEST_ARCH} or later"
+    if config.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim} is more than {MAX_HEAD_DIM}"
+    if dtype == "float32" and config.head_dim > FLOAT32_MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim} in float32 does not fit into shared memory: dtype bfloat16 or float16"
+    return None
 
 
 def decode_step_bytes(config: ModelConfig, num_seqs: int, dtype_bytes: int) -> int:

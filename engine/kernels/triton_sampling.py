@@ -3,10 +3,10 @@
 A token is found by its place in the order of likelihood: the logit at which the weights of all that are at least as
 likely pass a number. Halving the range of a float32's bits finds that logit in 32 sweeps over the row, which stays in
 L2; tokens of one logit count in the order of their ids. Random bits are those of `engine.philox`, to the last one.
-Weights are float32 here and float64 there, their sums float64 in both: the token differs only where the draw falls
-within about 1e-6 of the border between two.
+Weights and their sums are float64, as they are there: the token differs only where the draw falls within about 1e-14 of
+the border between two, because sums are taken in another order.
 
-Bans, min-p, penalties and biases are no business of these kernels: they are changes of the logits, made before.
+Bans, biases and penalties change the logits before, by `adjust`, to the bits that `engine.sampler` makes of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = 2048
+_ENTRIES = 256
 
 
 @triton.jit
@@ -57,12 +58,42 @@ def _key(logits):
 
 
 @triton.jit
-def _weight(logits, peak, inverse_temperature):
-    return tl.exp((logits - peak) * inverse_temperature)
+def _weight(logits, peak, temperature, min_p):
+    """float64, relative to that of the peak; 0 for tokens that min-p leaves out."""
+    weights = tl.exp((logits.to(tl.float64) - peak.to(tl.float64)) / temperature)
+    return tl.where(weights < min_p, 0.0, weights)
 
 
 @triton.jit
-def _from(row_ptr, vocab, key, peak, inverse_temperature, BLOCK: tl.constexpr):
+def adjust_kernel(
+    logits_ptr,  # [n, vocab] float32, by stride; changed in place
+    starts_ptr,  # [n + 1] int32: which of the entries are a row's
+    ids_ptr,  # [entries] int32: tokens, each once in a row
+    biases_ptr,  # [entries] float32; -inf: banned
+    penalties_ptr,  # [entries] float32, of repetition; 1: none
+    subtracted_ptr,  # [entries] float32, for presence and frequency
+    row_stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (n). A row with NaN or +inf keeps one of the two."""
+    row = tl.program_id(0)
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    end = tl.load(starts_ptr + row + 1)
+    for first in range(tl.load(starts_ptr + row), end, BLOCK):
+        entries = first + tl.arange(0, BLOCK)
+        mask = entries < end
+        ids = tl.load(ids_ptr + entries, mask=mask, other=0)
+        logits = tl.load(row_ptr + ids, mask=mask, other=0.0) + tl.load(biases_ptr + entries, mask=mask, other=0.0)
+        penalty = tl.load(penalties_ptr + entries, mask=mask, other=1.0).to(tl.float64)
+        # By way of float64, which rounds a float32 quotient and product as IEEE says, and is fused with nothing.
+        wide = logits.to(tl.float64)
+        logits = tl.where(logits > 0, wide / penalty, wide * penalty).to(tl.float32)
+        logits -= tl.load(subtracted_ptr + entries, mask=mask, other=0.0)
+        tl.store(row_ptr + ids, logits, mask=mask)
+
+
+@triton.jit
+def _from(row_ptr, vocab, key, peak, temperature, min_p, BLOCK: tl.constexpr):
     """How many tokens are at least as likely as `key` says, and their weight: int64, float64."""
     count, weight = tl.full([], 0, tl.int64), tl.full([], 0.0, tl.float64)
     for start in range(0, vocab, BLOCK):
@@ -70,19 +101,19 @@ def _from(row_ptr, vocab, key, peak, inverse_temperature, BLOCK: tl.constexpr):
         logits = tl.load(row_ptr + ids, mask=ids < vocab, other=-float("inf"))
         kept = (_key(logits) >= key) & (ids < vocab)
         count += tl.sum(kept.to(tl.int64), axis=0)
-        weight += tl.sum(tl.where(kept, _weight(logits, peak, inverse_temperature), 0.0).to(tl.float64), axis=0)
+        weight += tl.sum(tl.where(kept, _weight(logits, peak, temperature, min_p), 0.0), axis=0)
     return count, weight
 
 
 @triton.jit
-def _last_key(row_ptr, vocab, low, high, least_count, least, peak, inverse_temperature, STRICT, BLOCK: tl.constexpr):
+def _last_key(row_ptr, vocab, low, high, least_count, least, peak, temperature, min_p, STRICT, BLOCK: tl.constexpr):
     """The largest key from which on there are `least_count` tokens of weight `least` (more than it, if STRICT).
 
     `low` if there is no larger one; `high` is the largest that is looked at.
     """
     for _ in range(0, 34):
         middle = low + ((high - low + 1) >> 1)
-        count, weight = _from(row_ptr, vocab, middle, peak, inverse_temperature, BLOCK)
+        count, weight = _from(row_ptr, vocab, middle, peak, temperature, min_p, BLOCK)
         enough = (count >= least_count) & tl.where(STRICT, weight > least, weight >= least)
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, tl.maximum(middle - 1, low))
@@ -104,14 +135,14 @@ def _nth_of(row_ptr, vocab, key, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _by_id(row_ptr, vocab, target, peak, inverse_temperature, BLOCK: tl.constexpr):
+def _by_id(row_ptr, vocab, target, peak, temperature, min_p, BLOCK: tl.constexpr):
     """The first token with which the weights, summed in the order of ids, exceed `target`."""
     found, before = tl.full([], -1, tl.int64), tl.full([], 0.0, tl.float64)
     last = tl.full([], -1, tl.int64)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         logits = tl.load(row_ptr + ids, mask=ids < vocab, other=-float("inf"))
-        weights = tl.where(ids < vocab, _weight(logits, peak, inverse_temperature), 0.0).to(tl.float64)
+        weights = tl.where(ids < vocab, _weight(logits, peak, temperature, min_p), 0.0)
         beyond = (before + tl.cumsum(weights, axis=0) > target) & (weights > 0.0)
         first = tl.min(tl.where(beyond, ids, 2147483647).to(tl.int64), axis=0)
         found = tl.where((found < 0) & (first < 2147483647), first, found)
@@ -122,7 +153,7 @@ def _by_id(row_ptr, vocab, target, peak, inverse_temperature, BLOCK: tl.constexp
 
 @triton.jit
 def _by_likelihood(
-    row_ptr, vocab, peak, inverse_temperature, draw, top_k, top_p, BLOCK: tl.constexpr
+    row_ptr, vocab, peak, temperature, min_p, draw, top_k, top_p, BLOCK: tl.constexpr
 ):  # fmt: skip
     lowest, peak_key = tl.full([], -2147483648, tl.int64), _key(peak)
     # The k-th most likely token's key, how many of its ties belong to the first k, and the weight of those.
@@ -130,26 +161,26 @@ def _by_likelihood(
     wanted_count = tl.where(limited, top_k, 1).to(tl.int64)
     floor = lowest
     if limited:
-        floor = _last_key(row_ptr, vocab, lowest, peak_key, wanted_count, 0.0, peak, inverse_temperature, False, BLOCK)
-    count, total = _from(row_ptr, vocab, floor + 1, peak, inverse_temperature, BLOCK)
-    with_ties, weight_with_ties = _from(row_ptr, vocab, floor, peak, inverse_temperature, BLOCK)
+        floor = _last_key(row_ptr, vocab, lowest, peak_key, wanted_count, 0.0, peak, temperature, min_p, False, BLOCK)
+    count, total = _from(row_ptr, vocab, floor + 1, peak, temperature, min_p, BLOCK)
+    with_ties, weight_with_ties = _from(row_ptr, vocab, floor, peak, temperature, min_p, BLOCK)
     num_ties = tl.where(limited, wanted_count - count, with_ties - count)
     each = (weight_with_ties - total) / tl.maximum(with_ties - count, 1)
     total += each * num_ties
     # The nucleus: the key of its last token, and how many of that key's ties belong to it.
     wanted = top_p * total
-    edge = _last_key(row_ptr, vocab, floor, peak_key, 1, wanted, peak, inverse_temperature, False, BLOCK)
-    count, weight = _from(row_ptr, vocab, edge + 1, peak, inverse_temperature, BLOCK)
-    with_ties, weight_with_ties = _from(row_ptr, vocab, edge, peak, inverse_temperature, BLOCK)
+    edge = _last_key(row_ptr, vocab, floor, peak_key, 1, wanted, peak, temperature, min_p, False, BLOCK)
+    count, weight = _from(row_ptr, vocab, edge + 1, peak, temperature, min_p, BLOCK)
+    with_ties, weight_with_ties = _from(row_ptr, vocab, edge, peak, temperature, min_p, BLOCK)
     each = (weight_with_ties - weight) / tl.maximum(with_ties - count, 1)
     most = tl.where(edge == floor, num_ties, with_ties - count)
     needed = tl.ceil((wanted - weight) / tl.where(each > 0.0, each, 1.0)).to(tl.int64)
     num_ties = tl.minimum(tl.maximum(needed, 1), most)
     # The draw: where the weights pass its share of the nucleus.
     target = draw * (weight + each * num_ties)
-    key = _last_key(row_ptr, vocab, edge, peak_key, 1, target, peak, inverse_temperature, True, BLOCK)
-    count, weight = _from(row_ptr, vocab, key + 1, peak, inverse_temperature, BLOCK)
-    with_ties, weight_with_ties = _from(row_ptr, vocab, key, peak, inverse_temperature, BLOCK)
+    key = _last_key(row_ptr, vocab, edge, peak_key, 1, target, peak, temperature, min_p, True, BLOCK)
+    count, weight = _from(row_ptr, vocab, key + 1, peak, temperature, min_p, BLOCK)
+    with_ties, weight_with_ties = _from(row_ptr, vocab, key, peak, temperature, min_p, BLOCK)
     each = (weight_with_ties - weight) / tl.maximum(with_ties - count, 1)
     most = tl.where(key == edge, num_ties, with_ties - count)
     n = ((target - weight) / tl.where(each > 0.0, each, 1.0)).to(tl.int64)
@@ -159,11 +190,12 @@ def _by_likelihood(
 @triton.jit
 def sample_kernel(
     logits_ptr,  # [n, vocab] float32, by stride
-    temperatures_ptr,  # [n] float32; 0: the most likely token
-    top_ks_ptr,  # [n] int32; 0: all
+    temperatures_ptr,  # [n] float64; 0: the most likely token
     top_ps_ptr,  # [n] float64; 1: all
+    min_ps_ptr,  # [n] float64; 0: all
+    top_ks_ptr,  # [n] int64; 0: all
     seeds_ptr, positions_ptr,  # [n] int64: the bits of unsigned numbers
-    out_ptr,  # [n] int64: a token, or -1 where the row holds NaN or +inf, or nothing but -inf
+    out_ptr,  # [n] int64: a token; -1 where the row holds NaN or +inf, -2 where it holds nothing but -inf
     vocab, row_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -180,31 +212,45 @@ def sample_kernel(
         best = tl.where(largest > peak, first, best)
         peak = tl.maximum(peak, largest)
     temperature, top_k = tl.load(temperatures_ptr + row), tl.load(top_ks_ptr + row)
-    top_p = tl.load(top_ps_ptr + row)
-    token = tl.where((sound == 1) & (peak > -float("inf")), best, -1)
+    top_p, min_p = tl.load(top_ps_ptr + row), tl.load(min_ps_ptr + row)
+    token = tl.where(sound == 0, -1, tl.where(peak > -float("inf"), best, -2))
     if (token >= 0) & (temperature > 0.0):
         draw = uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-        inverse = 1.0 / temperature
         if ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0):
-            token = _by_likelihood(row_ptr, vocab, peak, inverse, draw, top_k, top_p, BLOCK)
+            token = _by_likelihood(row_ptr, vocab, peak, temperature, min_p, draw, top_k, top_p, BLOCK)
         else:
-            _, total = _from(row_ptr, vocab, _key(peak) * 0 - 2147483648, peak, inverse, BLOCK)
-            token = _by_id(row_ptr, vocab, draw * total, peak, inverse, BLOCK)
+            _, total = _from(row_ptr, vocab, _key(peak) * 0 - 2147483648, peak, temperature, min_p, BLOCK)
+            token = _by_id(row_ptr, vocab, draw * total, peak, temperature, min_p, BLOCK)
     tl.store(out_ptr + row, token)
 
 
 def sample(
     logits: torch.Tensor,  # [n, vocab] float32, rows contiguous; what must not be drawn is -inf
-    temperatures: torch.Tensor,  # [n] float32
-    top_ks: torch.Tensor,  # [n] int32
+    temperatures: torch.Tensor,  # [n] float64
     top_ps: torch.Tensor,  # [n] float64
+    min_ps: torch.Tensor,  # [n] float64
+    top_ks: torch.Tensor,  # [n] int64
     seeds: torch.Tensor,  # [n] int64, the bits of an unsigned number
     positions: torch.Tensor,  # [n] int64
-) -> torch.Tensor:  # [n] int64: a token, or -1 where `engine.sampler.sample` has no token
+) -> torch.Tensor:  # [n] int64: a token, or less than 0 where `engine.sampler.sample` has none
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    block = min(_BLOCK, triton.next_power_of_2(vocab))
     sample_kernel[(num_rows,)](
-        logits, temperatures, top_ks, top_ps, seeds, positions, out, vocab, logits.stride(0), BLOCK=block, num_warps=8
-    )
+        logits, temperatures, top_ps, min_ps, top_ks, seeds, positions, out, vocab, logits.stride(0),
+        BLOCK=min(_BLOCK, triton.next_power_of_2(vocab)), num_warps=8,
+    )  # fmt: skip
     return out
+
+
+def adjust(
+    logits: torch.Tensor,  # [n, vocab] float32, rows contiguous; changed in place
+    starts: torch.Tensor,  # [n + 1] int32
+    ids: torch.Tensor,  # [entries] int32
+    biases: torch.Tensor,  # [entries] float32
+    penalties: torch.Tensor,  # [entries] float32
+    subtracted: torch.Tensor,  # [entries] float32
+) -> None:
+    """See `adjust_kernel`."""
+    adjust_kernel[(len(logits),)](
+        logits, starts, ids, biases, penalties, subtracted, logits.stride(0), BLOCK=_ENTRIES
+    )  # fmt: skip

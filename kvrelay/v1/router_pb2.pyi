@@ -931,6 +931,8 @@ class WorkerStatus(_message.Message):
     BLOCKS_LISTS_FIELD_NUMBER: _builtins.int
     BLOCKS_NOTED_FIELD_NUMBER: _builtins.int
     BLOCKS_DIGEST_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     role: _builtins.str
@@ -962,6 +964,10 @@ class WorkerStatus(_message.Message):
     """Routing keys that the router has noted for it, those evicted since included."""
     blocks_digest: _builtins.int
     """Their sum, modulo 2^64."""
+    device: _builtins.str
+    """As it says itself: "cpu", or a GPU and which card that is."""
+    kernels: _builtins.str
+    """What computes there."""
     @_builtins.property
     def errors(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Counted typed errors."""
@@ -993,10 +999,12 @@ class WorkerStatus(_message.Message):
         blocks_lists: _builtins.int = ...,
         blocks_noted: _builtins.int = ...,
         blocks_digest: _builtins.int = ...,
+        device: _builtins.str = ...,
+        kernels: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks_cached", b"blocks_cached", "blocks_digest", b"blocks_digest", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_lists", b"blocks_lists", "blocks_noted", b"blocks_noted", "blocks_owned", b"blocks_owned", "blocks_quarantined", b"blocks_quarantined", "blocks_staleness_s", b"blocks_staleness_s", "blocks_state", b"blocks_state", "blocks_total", b"blocks_total", "decode_step_ms", b"decode_step_ms", "detail", b"detail", "errors", b"errors", "incarnation", b"incarnation", "pid", b"pid", "prefill_tokens_per_s", b"prefill_tokens_per_s", "resident_bytes", b"resident_bytes", "role", b"role", "running", b"running", "state", b"state", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks_cached", b"blocks_cached", "blocks_digest", b"blocks_digest", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_lists", b"blocks_lists", "blocks_noted", b"blocks_noted", "blocks_owned", b"blocks_owned", "blocks_quarantined", b"blocks_quarantined", "blocks_staleness_s", b"blocks_staleness_s", "blocks_state", b"blocks_state", "blocks_total", b"blocks_total", "decode_step_ms", b"decode_step_ms", "detail", b"detail", "device", b"device", "errors", b"errors", "incarnation", b"incarnation", "kernels", b"kernels", "pid", b"pid", "prefill_tokens_per_s", b"prefill_tokens_per_s", "resident_bytes", b"resident_bytes", "role", b"role", "running", b"running", "state", b"state", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -224,6 +224,7 @@ class Welcome(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     KV_TRANSPORTS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELDS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
@@ -246,14 +247,16 @@ class Welcome(_message.Message):
     tells_blocks: _builtins.bool
     """Whether it takes ListBlocks and sends BlockChanges."""
     kernels: _builtins.str
-    """What computes: "native" and its instruction set, or "reference" and why."""
+    """What computes: "native" and its instruction set, "reference" and why, or "triton"."""
+    device: _builtins.str
+    """Where its model and pool are: "cpu", or a GPU and which card that is."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Of its KV blocks: that of a decode worker must be one that prefill workers can make."""
 
     @_builtins.property
     def kv_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of its links. A pair needs one in common."""
+        """Of its links, as far as its pool can have them. A pair needs one in common."""
 
     @_builtins.property
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -279,10 +282,11 @@ class Welcome(_message.Message):
         kernels: _builtins.str = ...,
         kv_transports: _abc.Iterable[_builtins.str] | None = ...,
         sampling_fields: _abc.Iterable[_builtins.str] | None = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kernels", b"kernels", "kv_transports", b"kv_transports", "layout", b"layout", "link_endpoint", b"link_endpoint", "max_model_len", b"max_model_len", "model", b"model", "native", b"native", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "sampling_fields", b"sampling_fields", "tells_blocks", b"tells_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kernels", b"kernels", "kv_transports", b"kv_transports", "layout", b"layout", "link_endpoint", b"link_endpoint", "max_model_len", b"max_model_len", "model", b"model", "native", b"native", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "sampling_fields", b"sampling_fields", "tells_blocks", b"tells_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -67,9 +67,10 @@ def test_a_part_that_fails_costs_no_other_one_and_shows_its_traceback(monkeypatc
     assert result["figures"]["reached"] == 1
 
 
-def test_a_link_between_two_workers_is_rehearsed() -> None:
-    figures = rehearsed("link")["figures"]
-    assert figures["link_tokens_differing"] == 0
+def test_two_workers_and_their_links_are_rehearsed() -> None:
+    figures = rehearsed("link", "workers")["figures"]
+    assert figures["worker_tokens"] > 0
+    assert (figures["worker_tokens_differing"], figures["worker_tokens_recomputed"]) == (0, 0)
 
 
 @pytest.mark.slow

@@ -27,8 +27,14 @@ SPECS = {
         name="7b-chat",
         model="/models/llama",
         pools=PoolsSpec(
-            prefill=PoolSpec(replicas=2, num_threads=8, kv_memory_bytes=4096 * MIB + 1),
-            decode=PoolSpec(replicas=5, num_threads=4, swap_space=1024 * MIB),
+            prefill=PoolSpec(replicas=2, num_threads=8, device="cuda"),
+            decode=PoolSpec(
+                replicas=5,
+                num_threads=4,
+                swap_space=1024 * MIB,
+                kv_memory_bytes=4096 * MIB + 1,
+                gpu_memory_utilization=0.5,
+            ),
         ),
         router=RouterSpec(port=8700, http_port=8080, public_prefixes="prefixes.yaml"),
         supervision=SupervisionSpec(drain_s=0.25, worker_drain_s=90),
@@ -82,6 +88,8 @@ def test_the_chart_makes_the_objects_of_the_spec(spec: ClusterSpec, helm: Module
         ({"router": {"port": 0}}, "spec.router.port"),
         ({"router": {"tls_cert": "a"}}, "tls_cert"),
         ({"pools": {"decode": {"num_blocks_override": 9}}}, "pools.decode.num_blocks_override"),
+        ({"pools": {"decode": {"device": "cuda"}}}, "deploy.decode.gpus must be at least 1"),
+        ({"deploy": {"decode": {"gpus": 1}}}, "deploy.decode.gpus for workers that compute on CPUs"),
         ({"pools": {"decode": {"kv_memory_bytes": "1GB"}}}, "binary unit"),
     ],
 )

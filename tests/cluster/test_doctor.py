@@ -114,10 +114,30 @@ def test_a_disk_that_is_full_does_not_matter_once_the_model_is_there() -> None:
     assert verdicts(replace(WELL, disk_bytes=0)) == {}
 
 
-def test_cards_are_named_and_said_to_be_unused() -> None:
-    facts = replace(WELL, cards=(Card("H200", 141 * GIB),), nccl="2.27.5")
-    (finding,) = [each for each in examine(facts, SPEC) if each.check == "cards"]
-    assert finding.text == "H200 141 GiB; NCCL 2.27.5; workers compute on CPUs and leave them alone"
+@pytest.mark.parametrize(
+    ("count", "prefill", "decode", "verdict", "text"),
+    [
+        (1, {}, {}, "good", "H200 141 GiB; NCCL 2.27.5; workers compute on CPUs and leave them alone"),
+        (1, {}, {"gpu_memory_utilization": 0.5}, "good", "workers with gpu_memory_utilization take them"),
+        (2, {"device": "cuda"}, {"device": "cuda"}, "good", "pools.prefill.device cuda, pools.decode.device cuda"),
+        (1, {"device": "cuda"}, {"device": "cuda"}, "fails", "device: cuda wants one for each of 2 workers"),
+        (1, {"device": "cuda:0"}, {"device": "cuda:0"}, "good", "pools.decode.device cuda:0"),
+        (0, {}, {"device": "cuda"}, "fails", "pools.decode.device cuda, and torch sees none"),
+    ],
+)
+def test_cards_are_named_with_who_takes_them(
+    count: int, prefill: dict[str, Any], decode: dict[str, Any], verdict: str, text: str
+) -> None:
+    facts = replace(WELL, cards=(Card("H200", 141 * GIB),) * count, nccl="2.27.5")
+    spec = ClusterSpec(pools=PoolsSpec(prefill=PoolSpec(**prefill), decode=PoolSpec(**decode)))
+    (finding,) = [each for each in examine(facts, spec) if each.check == "cards"]
+    assert (finding.verdict.value, text in finding.text) == (verdict, True), finding
+
+
+def test_a_pool_on_a_card_takes_no_memory_of_the_machine() -> None:
+    pools = PoolsSpec(decode=PoolSpec(device="cuda", kv_memory_bytes=900 * GIB))
+    facts = replace(WELL, cards=(Card("H200", 141 * GIB),))
+    assert verdicts(facts, ClusterSpec(pools=pools)) == {}
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,14 @@ SPECS = {
         name="7b-chat",
         model="/models/llama",
         pools=PoolsSpec(
-            prefill=PoolSpec(replicas=2, num_threads=8, kv_memory_bytes=4096 * MIB),
-            decode=PoolSpec(replicas=5, num_threads=4, kv_memory_bytes=8192 * MIB, swap_space=1024 * MIB),
+            prefill=PoolSpec(replicas=2, num_threads=8, device="cuda"),
+            decode=PoolSpec(
+                replicas=5,
+                num_threads=4,
+                kv_memory_bytes=8192 * MIB,
+                swap_space=1024 * MIB,
+                gpu_memory_utilization=0.5,
+            ),
         ),
         router=RouterSpec(port=8700, http_port=8080, public_prefixes="prefixes.yaml"),
         deploy=DeploySpec(
@@ -115,7 +121,7 @@ def test_a_pod_asks_for_the_threads_and_the_memory_of_its_worker(spec: ClusterSp
         assert wanted["requests"]["cpu"] == str(pool.num_threads)
         held = int(wanted["limits"]["memory"].removesuffix("Mi")) * MIB
         assert held - worker_bytes(spec, role) < MIB
-        assert held > pool.kv_memory_bytes + pool.swap_space
+        assert held > pool.host_pool_bytes
         assert wanted["requests"]["memory"] == wanted["limits"]["memory"]
 
 
@@ -260,6 +266,8 @@ def test_the_router_of_a_cluster_always_asks_for_keys() -> None:
         (ClusterSpec(router=RouterSpec(http_port=0)), "router.http_port"),
         (ClusterSpec(router=RouterSpec(tls_cert="a", tls_key="b")), "router.tls_cert"),
         (ClusterSpec(pools=PoolsSpec(decode=PoolSpec(num_blocks_override=64))), "pools.decode.num_blocks_override"),
+        (ClusterSpec(pools=PoolsSpec(decode=PoolSpec(device="cuda"))), "deploy.decode.gpus must be at least 1"),
+        (ClusterSpec(deploy=DeploySpec(prefill=PodSpec(gpus=1))), "deploy.prefill.gpus: 1 for workers that compute"),
     ],
 )
 def test_what_cannot_run_there_is_refused_by_name(spec: ClusterSpec, field: str) -> None:

@@ -10,23 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from kv_links import (
-    SETTINGS,
-    Adopted,
-    Done,
-    Failed,
-    MemoryPool,
-    decode_side,
-    in_time,
-    outgoing,
-    prefill_side,
-    same_bytes,
-    ticket,
-)
+from card_pools import calls_of, card_pool, linked
+from kv_links import SETTINGS, Adopted, Done, decode_side, in_time, outgoing, prefill_side, ticket
 from nccl_stand_in import NcclOverGloo, RecordedWork, RecordingNccl, install
 from torch._C import _distributed_c10d as c10d
 
-from engine.errors import ConfigError, HandshakeRefused, LinkClosed
+from engine.errors import ConfigError, LinkClosed
 from kv_transfer.link import LinkSettings
 from kv_transfer.transport_nccl import NcclGroup
 
@@ -185,35 +174,29 @@ def test_closing_a_group_that_is_well_aborts_it_rather_than_wait_for_the_peer(
 
 def test_two_pools_on_gpus_are_linked_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = install(monkeypatch, NcclOverGloo)
-    source, target = MemoryPool(device="cuda:1"), MemoryPool(device="cuda:0")
-    with decode_side(NCCL_SETTINGS, target) as decode, prefill_side(NCCL_SETTINGS, source) as prefill:
-        expected = decode.expect("t", [9, 3, 17])
-        prefill.sender.open("t", ticket("t", decode.receiver.endpoint(), expected), in_time())
-        prefill.sender.send("t", outgoing(range(3)))
-        prefill.sender.finish("t")
-
-        done = prefill.listener.next()
+    source, target = card_pool(1), card_pool(0)
+    with linked(source, target, NCCL_SETTINGS) as pair:
+        done = pair.send("nccl", [9, 3, 17])
 
         assert isinstance(done, Done)
         assert done.stats.transport == "nccl"
-        assert decode.listener.next() == Adopted("t", 0, source.layout.block_bytes, "nccl")
-        assert all(same_bytes(source, ordinal, target, slot) for ordinal, slot in enumerate([9, 3, 17]))
+        assert pair.received.next() == Adopted("t", 0, source.layout.block_bytes, "nccl")
+        assert pair.arrived([9, 3, 17])
         assert sorted(devices) == ["cuda:0", "cuda:1"]
+    # Nothing is pinned, and nothing copied to the host.
+    assert [calls_of(pool)[1:] for pool in (source, target)] == [["in order after mark 1"]] * 2
 
 
-def test_a_gpu_without_nccl_fails_the_transfer_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_nccl_goes_on_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.distributed.ProcessGroupNCCL", raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    source, target = MemoryPool(device="cuda:1"), MemoryPool(device="cuda:0")
-    with decode_side(NCCL_SETTINGS, target) as decode, prefill_side(NCCL_SETTINGS, source) as prefill:
-        expected = decode.expect("t", [9])
-        prefill.sender.open("t", ticket("t", decode.receiver.endpoint(), expected), in_time())
+    source, target = card_pool(1), card_pool(0)
+    with linked(source, target, NCCL_SETTINGS) as pair:
+        done = pair.send("", [9])
 
-        failed = prefill.listener.next()
-
-        assert failed == Failed("t", HandshakeRefused)
-        assert isinstance(failed, Failed)
-        assert "built without NCCL" in failed.message
+        assert isinstance(done, Done)
+        assert (done.stats.transport, pair.sender.stats().fallbacks) == ("tcp", 1)
+        assert pair.arrived([9])
 
 
 def test_a_pool_in_host_memory_does_not_offer_nccl() -> None:

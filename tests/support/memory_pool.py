@@ -48,6 +48,9 @@ class MemoryPool:
         start = block * self.layout.block_bytes
         return self._bytes[start : start + self.layout.block_bytes]
 
+    def link_memory(self, num_blocks: int) -> None:
+        """It is in host memory."""
+
     def fill(self, seed: int) -> None:
         rng = random.Random(seed)
         for block in range(self.num_blocks):

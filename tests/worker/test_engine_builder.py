@@ -84,7 +84,7 @@ def test_an_engine_that_refuses_its_model_leaves_no_pool(pools: list[KvCache], m
     def refuse(*arguments: object) -> None:
         raise EngineError("no")
 
-    monkeypatch.setattr("worker.engine_builder.Engine", refuse)
+    monkeypatch.setattr("worker.engine_parts.Engine", refuse)
     with pytest.raises(EngineError, match="no"):
         assemble_engine(FakeModel(), FINGERPRINT, config(num_blocks_override=4))
 

@@ -60,7 +60,7 @@ def test_blocks_go_to_pinned_host_memory_and_back_on_the_stream_of_copies(kv: Cu
     copies.to_pool(0, 1)
     copies.wait()
     assert torch.equal(kv.by_block, before[[0, 2, 2, 3]])
-    assert device.calls == ["copy aside", "copy aside", "wait for copies"]
+    assert device.calls == ["copy aside", "mark", "copy aside", "mark", "wait for copies"]
 
 
 def test_without_host_blocks_nothing_moves_there(device: StandIn) -> None:

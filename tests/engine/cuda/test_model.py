@@ -127,14 +127,14 @@ def test_a_decode_step_is_one_upload_one_replay_and_one_download() -> None:
     pair.step((1, 2))
     upload, *others = pair.device.calls
     assert upload.startswith("upload ")
-    assert others == ["replay", "download"]
+    assert others == ["replay", "mark", "download"]
 
 
 def test_a_chunk_that_draws_nothing_waits_for_nothing() -> None:
     pair = Pair(TINY)
     ours, _ = pair.step((0, 2), samples=False)
     assert ours.shape == (0, TINY.vocab_size)
-    assert pair.device.calls == []
+    assert pair.device.calls == ["mark"]
 
 
 def test_a_sequence_that_does_not_fit_the_buffers_is_refused_before_anything_is_copied() -> None:
@@ -148,7 +148,7 @@ def test_a_sequence_that_does_not_fit_the_buffers_is_refused_before_anything_is_
 def test_a_decode_step_that_draws_nothing_takes_no_graph_as_nobody_would_wait_for_its_inputs() -> None:
     pair = Pair(TINY)
     pair.step((0, 1), samples=False)
-    assert pair.device.calls == []
+    assert pair.device.calls == ["mark"]
 
 
 def test_logits_of_more_tokens_than_sequences_are_all_given() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,11 +9,18 @@ from engine.cuda.plan import GpuMemory, GraphKey, InputLayout, decode_buckets, g
 from engine.errors import ConfigError
 
 GIB = 1 << 30
-CARD = GpuMemory(total=80 * GIB, used_by_others=2 * GIB, peak=20 * GIB)
+CARD = GpuMemory(total=80 * GIB, used=GIB // 2, peak=20 * GIB)
 
 
 def test_the_pool_has_what_the_utilization_leaves_beside_all_that_was_measured() -> None:
-    assert pool_bytes(CARD, 0.5, GIB, 1024) == (40 - 2 - 20 - 1) * GIB
+    assert pool_bytes(CARD, 0.5, GIB, 1024) == int((40 - 0.5 - 20 - 1) * GIB)
+
+
+def test_a_worker_has_its_share_of_a_card_whoever_was_there_first() -> None:
+    after_another = replace(CARD, used=CARD.used + 40 * GIB)
+    assert pool_bytes(after_another, 0.45, GIB, 1024) == pool_bytes(CARD, 0.45, GIB, 1024)
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization 0\.6 is more than other .* most 0\.50"):
+        pool_bytes(after_another, 0.6, GIB, 1024)
 
 
 @pytest.mark.parametrize("utilization", [0.0, -1.0, 1.01, float("nan")])

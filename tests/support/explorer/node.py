@@ -106,6 +106,7 @@ class Node:
             timings={},
             native=None,
             kernels="",
+            device="cpu",
         )
         config = WorkerConfig(worker_id=self.worker_id, model_name="m", engine=_ENGINE_CONFIG, lease_s=LEASE_S)
         with (

@@ -128,7 +128,9 @@ class Tokenizer:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise RequestError(field, f"is not valid Unicode: {error}") from error
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The same ids without offsets into the text, in well under half the time.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def _visible_entry(self, token_id: int) -> str | None:
         """The vocabulary's entry of a token that gives text: neither special nor outside the vocabulary."""

@@ -147,7 +147,7 @@ def _at_most(what: str, count: int, limit: int) -> None:
 
 def parse_object(data: bytes) -> Fields:
     try:
-        value = json.loads(data, parse_constant=_no_constant)
+        value = _DECODER.decode(data.decode(json.detect_encoding(data), "surrogatepass"))
     except RecursionError:
         raise RequestError("body", "is nested too deeply") from None
     except ValueError as error:
@@ -231,3 +231,6 @@ def kind_of(value: object) -> str:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not in JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)

@@ -2,8 +2,9 @@
 
 `python -m bench.operations [--json] [--model NAME]`
 
-Pools are scaled 1 -> 3 -> 1; every worker is replaced because a knob changed; a node is drained; a node is killed. All
-the while requests run, and each answer is compared with that of the quiet cluster. Nodes are raylets on this machine.
+Pools are scaled 1 -> 3 -> 1; every worker is replaced because a knob changed; so is the router, several times; a node
+is drained; a node is killed. All the while requests run, and each answer is compared with that of the quiet cluster.
+Nodes are raylets on this machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import click
 import psutil
 
-from bench.operations_load import Answers, LoadResult, load, make_prompts, right_answers
+from bench.operations_load import Answers, LoadResult, http_load, load, make_prompts, right_answers
 from bench.ray_nodes import node_environment, ray_nodes
 from bench.report import Goal, Report
 from cluster.config import control_path, default_model_dir
@@ -43,10 +44,13 @@ ORDER_S = 120.0
 SEEN_WITHIN_S = 30.0
 PROMPT_TOKENS, OUTPUT_TOKENS, PROMPTS, STREAMS = 40, 80, 6, 4
 VOCABULARY = range(100, 250)
+RESTARTS = 5
+"""Of the router."""
 POLL_S = 0.01
 GOALS = (
     Goal("scale_failed_requests", "==", 0),
     Goal("rolling_restart_errors", "==", 0),
+    Goal("router_restart_failed", "==", 0),
     Goal("node_drain_failed_requests", "==", 0),
     Goal("node_kill_failed_requests", "==", 0),
     Goal("node_kill_seen_s", "<=", 3.0),
@@ -63,6 +67,7 @@ class Joined:
     settings: dict[str, Any] = field(default_factory=dict)
     """Of both pools."""
     router_address: str = ""
+    http_url: str = ""
     dtype: str = "bfloat16"
 
     def spec(self, **settings: Any) -> dict[str, Any]:
@@ -80,7 +85,8 @@ class Joined:
             out, err = await up.communicate()
         if up.returncode:
             raise click.ClickException(f"the cluster did not start: {err.decode()[-2000:]}")
-        self.router_address = json.loads(out)["router_address"]
+        told = json.loads(out)
+        self.router_address, self.http_url = told["router_address"], told["http_url"]
 
     async def stop(self) -> None:
         down = await asyncio.create_subprocess_exec(sys.executable, "-m", "cluster", "down", NAME)
@@ -119,6 +125,18 @@ async def rolling_restart(cluster: Joined, answers: Answers, max_num_seqs: int) 
     async with AsyncClient(cluster.router_address) as client, load(client, answers, STREAMS) as result:
         await cluster.order("apply", spec=json.dumps(cluster.spec(max_num_seqs=max_num_seqs)))
     return result
+
+
+async def router_restart(cluster: Joined, answers: Answers, restarts: int) -> tuple[LoadResult, LoadResult]:
+    """Another router takes over, again and again: of clients of gRPC, and of plain HTTP."""
+    async with (
+        AsyncClient(cluster.router_address) as client,
+        http_load(cluster.http_url, cluster.model, STREAMS) as over_http,
+        load(client, answers, STREAMS) as over_grpc,
+    ):
+        for _ in range(restarts):
+            await cluster.order("restart")
+    return over_grpc, over_http
 
 
 async def node_drain(cluster: Joined, answers: Answers) -> LoadResult:
@@ -186,16 +204,25 @@ async def measure(cluster: Joined, report: Report) -> None:
     async with joined(cluster) as answers:
         scaled = await scale_up_and_down(cluster, answers, "prefill", "decode")
         restarted = await rolling_restart(cluster, answers, max_num_seqs=32)
+        over_grpc, over_http = await router_restart(cluster, answers, RESTARTS)
         drained = await node_drain(cluster, answers)
         killed, seen_s = await node_kill(cluster, answers)
     report.figures |= {
         "scale_failed_requests": scaled.failed,
         "rolling_restart_errors": restarted.failed,
+        "router_restart_failed": over_grpc.failed + over_http.failed,
         "node_drain_failed_requests": drained.failed,
         "node_kill_failed_requests": killed.failed,
         "node_kill_seen_s": seen_s,
     }
-    named = {"scaling": scaled, "rolling restart": restarted, "node drain": drained, "node kill": killed}
+    named = {
+        "scaling": scaled,
+        "rolling restart": restarted,
+        "router restart": over_grpc,
+        "router restart, HTTP": over_http,
+        "node drain": drained,
+        "node kill": killed,
+    }
     for name, result in named.items():
         report.notes.append(f"{name}: {result.finished} answers, {result.resumed} of them resumed on another worker")
         report.notes += [f"{name}: {error}" for error in result.errors[:3]]

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import aiohttp
+
 from engine.errors import EngineError
 from kvrelay import AsyncClient, Generation
 
@@ -53,6 +55,39 @@ async def ask(client: AsyncClient, prompt: Prompt, max_tokens: int) -> Generatio
 async def right_answers(client: AsyncClient, prompts: Sequence[Prompt], max_tokens: int) -> Answers:
     """While nothing else happens."""
     return {prompt: (await ask(client, prompt, max_tokens)).token_ids for prompt in prompts}
+
+
+@asynccontextmanager
+async def http_load(url: str, model: str, streams: int) -> AsyncIterator[LoadResult]:
+    """Keep `streams` plain HTTP clients calling, half of which open a connection for each call. Nothing is tried again:
+    aiohttp does so itself only for methods that may be repeated, and these are POST."""
+    result, over = LoadResult(), asyncio.Event()
+    body = {"model": model, "prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+    async def call(session: aiohttp.ClientSession) -> None:
+        try:
+            async with session.post(f"{url}/v1/completions", json=body) as response:
+                answer = await response.text()
+                result.finished += response.status == 200
+                result.errors += [] if response.status == 200 else [f"HTTP {response.status}: {answer}"]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            result.errors.append(f"{type(error).__name__}: {error}")
+
+    async def stream(keeps: bool) -> None:
+        timeout = aiohttp.ClientTimeout(REQUEST_TIMEOUT_S)
+        while not over.is_set():
+            async with aiohttp.ClientSession(timeout=timeout) as session:
+                await call(session)
+                while keeps and not over.is_set():
+                    await call(session)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(streams):
+            tasks.create_task(stream(number % 2 == 0))
+        try:
+            yield result
+        finally:
+            over.set()
 
 
 @asynccontextmanager

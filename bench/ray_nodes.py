@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
+LABEL = ("place", "worker")
 OBJECT_STORE_BYTES = 80 << 20
 END_TIMEOUT_S = 20.0
 
@@ -26,6 +28,8 @@ class RayAddress:
     address: str
     client_address: str
     """`ray://` of its Ray client server; empty without one."""
+    jobs_url: str = ""
+    """Where it takes jobs; empty if it does not."""
 
 
 def node_environment(token: str) -> dict[str, str]:
@@ -47,11 +51,16 @@ def node_environment(token: str) -> dict[str, str]:
 
 @contextmanager
 def ray_nodes(
-    num_nodes: int, resources: Mapping[str, float], environment: Mapping[str, str], client_port: int = 0
+    num_nodes: int,
+    resources: Mapping[str, float],
+    environment: Mapping[str, str],
+    client_port: int = 0,
+    jobs_port: int = 0,
 ) -> Iterator[RayAddress]:
-    """Nodes that offer `resources` each, and a head that offers none. With `client_port`, the head has a Ray client
-    server there."""
-    command = [sys.executable, "-m", "bench.ray_nodes", str(num_nodes), json.dumps(resources), str(client_port)]
+    """Nodes that offer `resources` each and have the label `LABEL`, and a head that has neither. With `client_port`,
+    the head has a Ray client server there; with `jobs_port`, it takes jobs there."""
+    ports = [str(client_port), str(jobs_port)]
+    command = [sys.executable, "-m", "bench.ray_nodes", str(num_nodes), json.dumps(resources), *ports]
     nodes = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
     )
@@ -72,7 +81,13 @@ def ray_nodes(
         nodes.stdout.close()
 
 
-def main(num_nodes: int, resources: Mapping[str, float], client_port: int) -> None:
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def main(num_nodes: int, resources: Mapping[str, float], client_port: int, jobs_port: int) -> None:
     """Start the nodes, say where, and end them when standard input ends."""
     from ray._private import node
     from ray._private.parameter import RayParams
@@ -83,8 +98,9 @@ def main(num_nodes: int, resources: Mapping[str, float], client_port: int) -> No
         # Short: the kernel limits the length of a socket's path.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvr-", ignore_cleanup_errors=True))
         address = ""
-        with loopback_ray(), lean_ray():
-            for number in range(num_nodes + 1):
+        for number in range(num_nodes + 1):
+            takes_jobs = number == 0 and bool(jobs_port)
+            with loopback_ray(), lean_ray(jobs=takes_jobs):
                 params = RayParams(
                     node_ip_address=LOOPBACK,
                     gcs_address=address or None,
@@ -92,7 +108,11 @@ def main(num_nodes: int, resources: Mapping[str, float], client_port: int) -> No
                     num_gpus=0,
                     resources=dict(resources) if number else None,
                     object_store_memory=OBJECT_STORE_BYTES,
-                    include_dashboard=False,
+                    labels=dict([LABEL]) if number else None,
+                    include_dashboard=takes_jobs,
+                    dashboard_host=LOOPBACK,
+                    dashboard_port=jobs_port or None,  # type: ignore[arg-type]  # Ray says bool, and means a number
+                    dashboard_agent_listen_port=_free_port() if takes_jobs else None,
                     min_worker_port=0,
                     max_worker_port=0,
                     node_manager_port=0,
@@ -103,9 +123,10 @@ def main(num_nodes: int, resources: Mapping[str, float], client_port: int) -> No
                 stack.callback(started.kill_all_processes, check_alive=False, allow_graceful=False)
                 address = address or str(started.gcs_address)
         client = f"ray://{LOOPBACK}:{client_port}" if client_port else ""
-        print(json.dumps({"address": address, "client_address": client}), flush=True)
+        jobs = f"http://{LOOPBACK}:{jobs_port}" if jobs_port else ""
+        print(json.dumps({"address": address, "client_address": client, "jobs_url": jobs}), flush=True)
         sys.stdin.read()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))
+    main(int(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -6,9 +6,10 @@ import time
 from dataclasses import replace
 
 from cluster import state
-from cluster.events import Phase
+from cluster.events import ROUTER_ID, Phase
 from cluster.processes import ProcessId
 from cluster.spec import ClusterSpec
+from cluster.succession import NEXT_ID
 from cluster.supervisor import Member, Snapshot
 from cluster.updates import Listener, MemberTrouble, Ready, StageBegan, StageDone
 
@@ -73,7 +74,9 @@ class Account:
         elif view.phase is Phase.READY:
             pool = member.report.pool if member.report is not None else ""
             detail = ", ".join(part for part in (again, pool) if part)
-            self._tell(StageDone(view.member_id, time.monotonic() - self._began[view.member_id], detail))
+            took_over = view.member_id == ROUTER_ID and NEXT_ID in self._began
+            began = self._began.pop(NEXT_ID if took_over else view.member_id)
+            self._tell(StageDone(view.member_id, time.monotonic() - began, detail))
         elif view.starts_again:  # what ends the whole run is told as its end
             self._tell(MemberTrouble(view.member_id, view.last_reason))
 

@@ -12,17 +12,21 @@ from cluster.spec import ROLES, ClusterSpec, PoolSpec
 from engine.errors import ConfigError
 
 _ONE_MODEL = "router and workers serve one model"
-_ONE_ROUTER = "clients are connected to the one router that there is"
+_KNOWN_PLACE = "clients know the router by it"
 _WHY_NOT = {
     "name": "another name is another cluster",
     "model": _ONE_MODEL,
     "dtype": _ONE_MODEL,
-    "router": _ONE_ROUTER,
+    "router.host": _KNOWN_PLACE,
+    "router.port": _KNOWN_PLACE,
+    "router.http_port": _KNOWN_PLACE,
+    "router.ray_resource": "another router listens where the one before does",
     "ray": "every process runs on it",
     "block_size": "a router takes workers of one block size only",
     "kv_cache_dtype": "blocks move between the workers that serve together",
 }
-"""By the first or the last part of a field's path."""
+"""By a field's path, or the first or the last part of it."""
+_RANGE = ("min_replicas", "max_replicas")
 REMEDY = "`kvrelay down`, then `kvrelay up`"
 
 
@@ -32,6 +36,11 @@ class FieldChange:
     """Its path in the spec."""
     before: object
     after: object
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.field.rpartition(".")[2]
 
     def __str__(self) -> str:
         return f"{self.field} {_told(self.before)} -> {_told(self.after)}"
@@ -59,12 +68,14 @@ class Changes:
     """Those that change."""
     at_once: tuple[FieldChange, ...]
     """What concerns the supervisor alone."""
+    router: tuple[FieldChange, ...]
+    """With these settings another router takes over."""
     refused: tuple[Refused, ...]
     """What can only be changed by stopping the cluster."""
 
     @property
     def any(self) -> bool:
-        return bool(self.pools or self.at_once or self.refused)
+        return bool(self.pools or self.at_once or self.router or self.refused)
 
     def check(self) -> None:
         """Raises `ConfigError` naming every field that cannot be changed now."""
@@ -76,6 +87,9 @@ class Changes:
         """For people."""
         for pool in self.pools:
             yield from _pool_lines(pool)
+        if self.router:
+            names = ", ".join(str(change).removeprefix("router.") for change in self.router)
+            yield f"router: another one takes over: {names}"
         for change in self.at_once:
             yield f"{change}: at once"
         for refused in self.refused:
@@ -85,21 +99,28 @@ class Changes:
 def compare(running: ClusterSpec, wanted: ClusterSpec) -> Changes:
     """Equal specs differ in nothing."""
     differences = list(_differences("", asdict(running), asdict(wanted)))
-    refused = tuple(Refused(change, why) for change in differences if (why := _why_not(change.field)))
-    beyond = [change for change in differences if not _why_not(change.field)]
+    refused = tuple(Refused(change, why) for change in differences if (why := _why_not(change)))
+    beyond = [change for change in differences if not _why_not(change)]
     pools = []
     for role in ROLES:
         before, after = running.pool(role).replicas, wanted.pool(role).replicas
-        settings = [c for c in beyond if c.field.startswith(f"pools.{role}.") and not c.field.endswith(".replicas")]
+        sizes = ("replicas", *_RANGE)
+        settings = [c for c in beyond if c.field.startswith(f"pools.{role}.") and c.name not in sizes]
         if before != after or settings:
             pools.append(PoolChange(role, before, after, tuple(settings)))
-    at_once = tuple(change for change in beyond if change.field.startswith("supervision."))
-    return Changes(tuple(pools), at_once, refused)
+    at_once = tuple(change for change in beyond if change.field.startswith("supervision.") or change.name in _RANGE)
+    router = tuple(change for change in beyond if change.field.startswith("router."))
+    return Changes(tuple(pools), at_once, router, refused)
 
 
-def desired(spec: ClusterSpec, take_away: str = "") -> DesiredChanged:
-    """What the reconciler is to make true of `spec`."""
-    return DesiredChanged(pools_wanted(spec), spec.supervision, take_away)
+def desired(spec: ClusterSpec, take_away: str = "", router_restarts: int = 0) -> DesiredChanged:
+    """What the reconciler is to make true of `spec`; with one restart more another router takes over as it is."""
+    return DesiredChanged(pools_wanted(spec), spec.supervision, take_away, router_wanted(spec, router_restarts))
+
+
+def router_wanted(spec: ClusterSpec, restarts: int = 0) -> Hashable:
+    """A revision."""
+    return spec.router, restarts
 
 
 def pools_wanted(spec: ClusterSpec) -> dict[str, PoolWanted]:
@@ -108,7 +129,7 @@ def pools_wanted(spec: ClusterSpec) -> dict[str, PoolWanted]:
 
 def _revision(pool: PoolSpec) -> Hashable:
     """Equal for pools whose workers are alike."""
-    return replace(pool, replicas=1)
+    return replace(pool, replicas=1, min_replicas=None, max_replicas=None)
 
 
 def _differences(path: str, before: Any, after: Any) -> Iterator[FieldChange]:
@@ -119,9 +140,12 @@ def _differences(path: str, before: Any, after: Any) -> Iterator[FieldChange]:
         yield FieldChange(path, before, after)
 
 
-def _why_not(field: str) -> str:
-    first, _, rest = field.partition(".")
-    return _WHY_NOT.get(first, "") or (_WHY_NOT.get(rest.rpartition(".")[2], "") if first == "pools" else "")
+def _why_not(change: FieldChange) -> str:
+    if change.field == "router.tls_cert" and bool(change.before) != bool(change.after):
+        return "clients speak TLS, or they do not"
+    first = change.field.partition(".")[0]
+    why = _WHY_NOT.get(change.field) or _WHY_NOT.get(first, "")
+    return why or (_WHY_NOT.get(change.name, "") if first == "pools" else "")
 
 
 def _pool_lines(pool: PoolChange) -> Iterator[str]:

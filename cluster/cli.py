@@ -33,6 +33,7 @@ COMMANDS = {
     "scale": Target("cluster.cli_operations:scale", "Have more or fewer workers."),
     "drain": Target("cluster.cli_operations:drain", "Take a worker out of service, without a failed request."),
     "flip": Target("cluster.cli_operations:flip", "Give a worker the other role."),
+    "restart": Target("cluster.cli_operations:restart", "Have another router take over, without a failed request."),
     "status": Target("cluster.cli_status:status", "Show the router's view of its workers."),
     "generate": Target("cluster.cli_generate:generate", "Answer one prompt."),
     "chat": Target("cluster.cli_chat:chat", "Talk to the model."),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 ROUTER_HELP = "HOST:PORT of a router. Default: the local cluster that `kvrelay up` started."
+ORDER_HELP = "HOST:PORT of a router that passes the order on. Default: straight to the cluster of this machine."
 JSON_HELP = "One JSON object on stdout, nothing else there."
 
 
@@ -39,22 +40,46 @@ def router_option(command: Callable[..., None]) -> Callable[..., None]:
     """Gives the command `endpoint`, the router to talk to. Its key comes from the environment: no list of processes
     and no history of a shell shall show it."""
 
-    @click.option("--router", metavar="HOST:PORT", default=None, help=ROUTER_HELP)
-    @click.option("--cluster", metavar="NAME", default=None, help="Which local cluster, if several run.")
-    @click.option("--tls-ca", metavar="FILE", default=None, help="Authorities to trust, PEM: talk over TLS.")
-    @click.option("--tls-cert", metavar="FILE", default=None, help="Our certificate, where the router asks for one.")
-    @click.option("--tls-key", metavar="FILE", default=None, help="Its private key.")
     @functools.wraps(command)
     def with_endpoint(*, router: str | None, cluster: str | None, **arguments: Any) -> None:
-        ca, cert, key = (arguments.pop(name) for name in ("tls_ca", "tls_cert", "tls_key"))
-        tls = None
-        if ca or cert or key:
-            from kvrelay import Tls
+        command(endpoint=_endpoint(router_address(router, cluster), arguments), **arguments)
 
-            tls = Tls(ca_file=ca, cert_file=cert, key_file=key)
-        command(endpoint=Endpoint(router_address(router, cluster), tls, api_key()), **arguments)
+    return _router_flags(ROUTER_HELP)(with_endpoint)
 
-    return with_endpoint
+
+def order_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives the command `endpoint`, a router to give its order to, or None, and `cluster`: that of this machine."""
+
+    @functools.wraps(command)
+    def with_endpoint(*, router: str | None, **arguments: Any) -> None:
+        tls = _endpoint(router or "", arguments)
+        command(endpoint=None if router is None else tls, **arguments)
+
+    return _router_flags(ORDER_HELP)(with_endpoint)
+
+
+def _router_flags(router_help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    options = (
+        click.option("--tls-key", metavar="FILE", default=None, help="Its private key."),
+        click.option(
+            "--tls-cert", metavar="FILE", default=None, help="Our certificate, where the router asks for one."
+        ),
+        click.option("--tls-ca", metavar="FILE", default=None, help="Authorities to trust, PEM: talk over TLS."),
+        click.option("--cluster", metavar="NAME", default=None, help="Which local cluster, if several run."),
+        click.option("--router", metavar="HOST:PORT", default=None, help=router_help),
+    )
+    return lambda command: functools.reduce(lambda done, option: option(done), options, command)
+
+
+def _endpoint(address: str, arguments: dict[str, Any]) -> Endpoint:
+    """Takes the flags of TLS out of `arguments`."""
+    ca, cert, key = (arguments.pop(name) for name in ("tls_ca", "tls_cert", "tls_key"))
+    tls = None
+    if ca or cert or key:
+        from kvrelay import Tls
+
+        tls = Tls(ca_file=ca, cert_file=cert, key_file=key)
+    return Endpoint(address, tls, api_key())
 
 
 def json_option(command: CommandT) -> CommandT:

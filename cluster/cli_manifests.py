@@ -13,6 +13,7 @@ from cluster.manifests import JOB, KUSTOMIZATION, manifests, render, to_yaml
 from cluster.overlays import overlay
 from cluster.ray_pods import Object
 from engine.errors import ConfigError
+from engine.yaml_text import MALFORMED
 
 
 @click.command("manifests")
@@ -54,9 +55,18 @@ def manifests_command(spec_path: Path, folder: Path | None, base: Path | None, c
 
 
 def _objects(folder: Path) -> list[Object]:
-    """Those in the files of a base."""
-    listed = yaml.safe_load((folder / KUSTOMIZATION).read_text())["resources"]
-    return [each for name in listed for each in yaml.safe_load_all((folder / name).read_text())]
+    """Those in the files of a base. Raises `ConfigError` if it is none."""
+    try:
+        listed = yaml.safe_load((folder / KUSTOMIZATION).read_text())["resources"]
+        objects = [each for name in listed for each in yaml.safe_load_all((folder / name).read_text())]
+        named = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    except OSError as error:
+        raise ConfigError(f"--overlay-of: {error.filename}: {error.strerror}") from error
+    except MALFORMED as error:
+        raise ConfigError(f"--overlay-of: {folder} holds no objects that `kvrelay manifests` made: {error}") from error
+    if len(set(named)) < len(named):
+        raise ConfigError(f"--overlay-of: {folder} has an object twice")
+    return objects
 
 
 def _check(folder: Path, texts: dict[str, str]) -> None:

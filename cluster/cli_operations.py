@@ -1,4 +1,7 @@
-"""`kvrelay apply`, `scale`, `drain` and `flip`: change a running cluster of this machine, and say what that takes."""
+"""`kvrelay apply`, `scale`, `drain`, `flip`, `restart`: change a running cluster, and say what that takes.
+
+Orders go to the cluster of this machine over its socket; `scale`, `drain` and `flip` also over a router.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 import click
 
 from cluster import state
-from cluster.cli_common import CommandT, echo_json, json_option
+from cluster.cli_common import CommandT, Endpoint, echo_json, json_option, order_option
 from cluster.config import control_path, load_spec
 from cluster.control import send_order
 from cluster.spec import ROLES
@@ -44,41 +47,54 @@ def apply(spec_path: Path, dry_run: bool, wait_s: float, as_json: bool) -> None:
     """
     spec = load_spec(spec_path)
     order = {"order": "apply", "spec": json.dumps(dataclasses.asdict(spec)), "dry_run": dry_run}
-    _carry_out(spec.name, order, wait_s, as_json)
+    _give(order, None, spec.name, wait_s, as_json)
 
 
 @click.command()
 @click.argument("sizes", nargs=-1, required=True, metavar="POOL=N...")
-@_cluster_option
+@order_option
 @_order_options
-def scale(sizes: tuple[str, ...], cluster: str | None, wait_s: float, as_json: bool) -> None:
+def scale(sizes: tuple[str, ...], endpoint: Endpoint | None, cluster: str | None, wait_s: float, as_json: bool) -> None:
     """Have N workers in a pool: `kvrelay scale prefill=2 decode=3`.
 
     A pool that shrinks drains: its requests may finish within `supervision.worker_drain_s`; those that are left go on
     elsewhere. The next `apply` goes by its file again.
     """
-    _carry_out(cluster, {"order": "scale", "replicas": dict(map(_size, sizes))}, wait_s, as_json)
+    _give({"order": "scale", "replicas": dict(map(_size, sizes))}, endpoint, cluster, wait_s, as_json)
 
 
 @click.command()
 @click.argument("worker")
-@_cluster_option
+@order_option
 @_order_options
-def drain(worker: str, cluster: str | None, wait_s: float, as_json: bool) -> None:
+def drain(worker: str, endpoint: Endpoint | None, cluster: str | None, wait_s: float, as_json: bool) -> None:
     """Take WORKER out of service: no new requests, those that it has finish or go on elsewhere, then it stops.
 
     Its pool has one worker less then.
     """
-    _carry_out(cluster, {"order": "drain", "worker": worker}, wait_s, as_json)
+    _give({"order": "drain", "worker": worker}, endpoint, cluster, wait_s, as_json)
 
 
 @click.command()
 @click.argument("worker")
+@order_option
+@_order_options
+def flip(worker: str, endpoint: Endpoint | None, cluster: str | None, wait_s: float, as_json: bool) -> None:
+    """Drain WORKER, and start one of the other role in its place. The only decode worker cannot be spared."""
+    _give({"order": "flip", "worker": worker}, endpoint, cluster, wait_s, as_json)
+
+
+@click.command()
+@click.option("--router", "what", flag_value="router", required=True, help="The router.")
 @_cluster_option
 @_order_options
-def flip(worker: str, cluster: str | None, wait_s: float, as_json: bool) -> None:
-    """Drain WORKER, and start one of the other role in its place. The only decode worker cannot be spared."""
-    _carry_out(cluster, {"order": "flip", "worker": worker}, wait_s, as_json)
+def restart(what: str, cluster: str | None, wait_s: float, as_json: bool) -> None:
+    """Have another router take over, without a failed request: it reads keys, certificates and prefixes anew.
+
+    The new one listens on the same ports before the old one stops; what runs on the old one may finish within
+    `supervision.worker_drain_s`.
+    """
+    _give({"order": "restart"}, None, cluster, wait_s, as_json)
 
 
 def _size(text: str) -> tuple[str, int]:
@@ -88,10 +104,13 @@ def _size(text: str) -> tuple[str, int]:
     return role, int(count)
 
 
-def _carry_out(cluster: str | None, order: dict[str, Any], wait_s: float, as_json: bool) -> None:
-    name = state.find_running(cluster).name
-    progress = _ignore if as_json else _Progress()
-    done = asyncio.run(send_order(control_path(name), order | {"wait_s": wait_s}, progress))
+def _give(order: dict[str, Any], endpoint: Endpoint | None, cluster: str | None, wait_s: float, as_json: bool) -> None:
+    if endpoint is not None:
+        name, done = f"of {endpoint.address}", _over_router(endpoint, order, wait_s)
+    else:
+        name = state.find_running(cluster).name
+        progress = _ignore if as_json else _Progress()
+        done = asyncio.run(send_order(control_path(name), order | {"wait_s": wait_s}, progress))
     if as_json:
         echo_json(done)
         return
@@ -99,6 +118,17 @@ def _carry_out(cluster: str | None, order: dict[str, Any], wait_s: float, as_jso
         click.echo(line)
     if not done["changed"]:
         click.echo(f"cluster {name} is as it is wanted")
+
+
+def _over_router(endpoint: Endpoint, order: Mapping[str, Any], wait_s: float) -> dict[str, Any]:
+    with endpoint.client(wait_s or WAIT_S) as client:
+        match order["order"]:
+            case "scale":
+                return dataclasses.asdict(client.scale(wait_s=wait_s, **order["replicas"]))
+            case "drain":
+                return dataclasses.asdict(client.drain(order["worker"], wait_s=wait_s))
+            case _:
+                return dataclasses.asdict(client.flip(order["worker"], wait_s=wait_s))
 
 
 class _Progress:

@@ -97,7 +97,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, car
         answer: dict[str, Any] = {"done": await carry_out(order, tell)}
     except EngineError as error:
         answer = {"error": str(error), "kind": type(error).__name__}
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         answer = {"error": f"not an order: {type(error).__name__}: {error}", "kind": "ConfigError"}
     await _say(writer, answer)
 

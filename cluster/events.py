@@ -89,6 +89,8 @@ class DesiredChanged:
     limits: SupervisionSpec
     take_away: str = ""
     """The worker to lose, where a pool shrinks by it. Empty: any."""
+    router: Hashable = None
+    """Stands for all that the router starts with, like `PoolWanted.revision`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +126,22 @@ class StartActor:
     member_id: str
     attempt: int
     role: str
+    takes_over: PublishWorkers | None = None
+    """A router that listens beside the one that serves, once it is connected to these workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopActor:
     """Let it finish what it can, then end it."""
+
+    member_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetireRouter:
+    """Another router listens where this one does: let it finish what it has, within the time of a worker that drains,
+    then end it."""
 
     member_id: str
     attempt: int
@@ -164,7 +177,7 @@ class Finish:
     error: str | None
 
 
-Instruction: TypeAlias = StartActor | StopActor | KillActor | PublishWorkers | AwaitDrained | Finish
+Instruction: TypeAlias = StartActor | StopActor | RetireRouter | KillActor | PublishWorkers | AwaitDrained | Finish
 
 
 @dataclass(frozen=True, slots=True)

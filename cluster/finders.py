@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from cluster import state
@@ -18,7 +19,8 @@ from kvrelay._status import error_from_name
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-ROUTER_ACTOR = "router"
+ROUTER_ACTORS = ("router", "router-2")
+"""Names of a router's actor, in turn: one that takes over lives beside the one before."""
 DEFAULT_NAME = "default"
 
 
@@ -87,16 +89,30 @@ class RayFinder:
             ray.shutdown()
 
     def _ask(self, method: str, *arguments: Any, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-        """The router is looked up each time: a new one has taken the name of one that died."""
+        """The router is looked up each time: a new one has taken the place of one that died."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
         try:
-            actor: ActorHandle[Any] = ray.get_actor(ROUTER_ACTOR, namespace=self._namespace)
+            told, actor = self._router()
+            if method == "describe":
+                return told
             return dict(ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s))
-        except ValueError:
-            raise UnavailableError(f"no router of a cluster {self._name!r} runs on this Ray") from None
         except GetTimeoutError:
             raise UnavailableError(f"the router did not answer within {timeout_s:g} s") from None
         except (RayError, ConnectionError) as error:
             raise UnavailableError(f"the router cannot be asked through Ray: {error}") from error
+
+    def _router(self) -> tuple[dict[str, Any], ActorHandle[Any]]:
+        """Of two while one takes over, the one that stays; with what it says of itself."""
+        import ray
+
+        found: list[tuple[dict[str, Any], ActorHandle[Any]]] = []
+        for name in ROUTER_ACTORS:
+            with suppress(ValueError):  # nobody is called so now
+                actor: ActorHandle[Any] = ray.get_actor(name, namespace=self._namespace)
+                found.append((dict(ray.get(actor.describe.remote(), timeout=TIMEOUT_S)), actor))
+        serving = [each for each in found if each[0]["address"] and not each[0]["retires"]]
+        if not (serving or found):
+            raise UnavailableError(f"no router of a cluster {self._name!r} runs on this Ray")
+        return (serving or found)[0]

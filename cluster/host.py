@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cluster.events import PublishWorkers
 from cluster.processes import ProcessId
 
 
@@ -56,6 +57,10 @@ class Handle(Protocol):
         """Of the router: wait until it has nothing on this worker, but not longer than `timeout_s`; whether it has
         nothing."""
 
+    async def retire(self, drain_s: float) -> None:
+        """Of a router, after another one listens where it does: have it finish what it has within `drain_s`, and stop
+        serving."""
+
     def kill(self, *, force: bool) -> None:
         """End the process; with `force` although it may react to nothing. Idempotent; returns before it is gone."""
 
@@ -63,8 +68,10 @@ class Handle(Protocol):
 class Host(Protocol):
     """What runs actors."""
 
-    def start(self, member_id: str, role: str) -> Handle:
+    def start(self, member_id: str, role: str, takes_over: PublishWorkers | None = None) -> Handle:
         """Begin to start the actor of this member, as the newest spec describes its role; returns at once.
+
+        A router that `takes_over` is ready once it is connected to these workers and listens beside the one before.
 
         Raises `ActorLost` if it cannot even begin.
         """

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from cluster import state
 from cluster.account import Account
-from cluster.changes import pools_wanted
+from cluster.changes import pools_wanted, router_wanted
 from cluster.config import (
     control_path,
     default_model_dir,
@@ -190,12 +190,16 @@ class ClusterRun:
 
         host = RayHost(self._spec, model_path, ray, {PREFILL: PrefillActor, DECODE: DecodeActor}, self._cluster_key)
         pools, limits = pools_wanted(self._spec), self._spec.supervision
-        self._supervisor = supervisor = Supervisor(host, pools, limits, changed)
+        router = router_wanted(self._spec)
+        self._supervisor = supervisor = Supervisor(host, pools, limits, changed, router=router)
         operations = Operations(self._spec, supervisor, partial(self._check_fits, model_path), host.use)
         socket_path = control_path(self._spec.name)
         make_private(socket_path.parent)
-        async with serve_orders(socket_path, operations.carry_out):
-            await self._supervise(supervisor, account, job)
+        try:
+            async with serve_orders(socket_path, operations.carry_out):
+                await self._supervise(supervisor, account, job)
+        finally:
+            await operations.close()
 
     def _check_fits(self, model_path: str, spec: ClusterSpec) -> None:
         if spec.ray.local:

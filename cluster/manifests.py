@@ -30,12 +30,17 @@ from cluster.ray_pods import (
     RAY_VERSION,
     SPEC_FILE,
     SPEC_FOLDER,
+    TLS_CA,
+    TLS_CERT,
+    TLS_FOLDER,
+    TLS_KEY,
     Object,
     cluster_name,
     common_labels,
     head_pod,
     pods_of,
     role_resource,
+    tls_secret,
     worker_pod,
 )
 from cluster.spec import ROLES, ClusterSpec, RaySpec
@@ -72,8 +77,6 @@ def in_cluster(spec: ClusterSpec) -> ClusterSpec:
     for name, port in spec.router.ports.items():
         if not port:
             raise ConfigError(f"router.{name} must be given for Kubernetes: its Service has to know it")
-    if spec.router.tls_cert:
-        raise ConfigError("router.tls_cert: manifests bring no certificates yet; end TLS before the Service")
     _check_cards(spec)
     router = replace(
         spec.router,
@@ -81,8 +84,14 @@ def in_cluster(spec: ClusterSpec) -> ClusterSpec:
         api_keys=f"{API_KEYS_FOLDER}/{API_KEYS_FILE}",
         public_prefixes=f"{SPEC_FOLDER}/{PREFIXES_FILE}" if spec.router.public_prefixes else "",
         ray_resource=role_resource(ROUTER),
+        tls_cert=f"{TLS_FOLDER}/{TLS_CERT}" if spec.router.tls_cert else "",
+        tls_key=f"{TLS_FOLDER}/{TLS_KEY}" if spec.router.tls_cert else "",
+        tls_client_ca=f"{TLS_FOLDER}/{TLS_CA}" if spec.router.tls_client_ca else "",
     )
-    pools = {role: replace(spec.pool(role), host=NODE_HOST, ray_resource=role_resource(role)) for role in ROLES}
+    pools = {
+        role: replace(spec.pool(role), host=NODE_HOST, ray_resource=role_resource(role), ray_labels="")
+        for role in ROLES
+    }
     ray = RaySpec(address=f"127.0.0.1:{GCS_PORT}", object_store_bytes=spec.ray.object_store_bytes)
     return replace(spec, router=router, pools=replace(spec.pools, **pools), ray=ray)
 
@@ -153,11 +162,12 @@ def _ray_cluster(spec: ClusterSpec) -> Object:
 def _worker_group(spec: ClusterSpec, role: str, store: Object) -> Object:
     pool = spec.pool(role)
     gpus = pods_of(spec, role).gpus
+    least, most = pool.replica_range
     return {
         "groupName": role,
         "replicas": pool.replicas,
-        "minReplicas": pool.replicas,
-        "maxReplicas": pool.replicas,
+        "minReplicas": least,
+        "maxReplicas": most,
         "rayStartParams": store,
         "resources": {
             "CPU": str(pool.num_threads),
@@ -170,11 +180,12 @@ def _worker_group(spec: ClusterSpec, role: str, store: Object) -> Object:
 
 def _service(spec: ClusterSpec) -> Object:
     ports = spec.router.ports
+    grpc, http = ("https", "https") if spec.router.tls_cert else ("kubernetes.io/h2c", "http")
     body = {
         "selector": _head_labels(spec),
         "ports": [
-            {"name": "grpc", "port": ports["port"], "targetPort": "grpc", "appProtocol": "kubernetes.io/h2c"},
-            {"name": "http", "port": ports["http_port"], "targetPort": "http", "appProtocol": "http"},
+            {"name": "grpc", "port": ports["port"], "targetPort": "grpc", "appProtocol": grpc},
+            {"name": "http", "port": ports["http_port"], "targetPort": "http", "appProtocol": http},
         ],
     }
     return _object(spec, "v1", "Service", cluster_name(spec), {"spec": body})
@@ -237,6 +248,7 @@ def _pod_monitor(spec: ClusterSpec) -> Object:
                 "port": "http",
                 "path": "/metrics",
                 "interval": "15s",
+                **_scrape_tls(spec),
                 "relabelings": [
                     {"sourceLabels": ["__meta_kubernetes_pod_label_ray_io_cluster"], "targetLabel": CLUSTER}
                 ],
@@ -244,6 +256,22 @@ def _pod_monitor(spec: ClusterSpec) -> Object:
         ],
     }
     return _object(spec, "monitoring.coreos.com/v1", "PodMonitor", cluster_name(spec), {"spec": body})
+
+
+def _scrape_tls(spec: ClusterSpec) -> Object:
+    """Prometheus knows a pod by its address, and verifies the name of the Service. Where clients must show a
+    certificate it shows the router's own."""
+    if not spec.router.tls_cert:
+        return {}
+
+    def key(name: str) -> Object:
+        return {"name": tls_secret(spec), "key": name}
+
+    shown = {"cert": {"secret": key(TLS_CERT)}, "keySecret": key(TLS_KEY)} if spec.router.tls_client_ca else {}
+    return {
+        "scheme": "https",
+        "tlsConfig": {"ca": {"secret": key(TLS_CA)}, "serverName": cluster_name(spec), **shown},
+    }
 
 
 def _rules(spec: ClusterSpec) -> Object:
@@ -264,8 +292,11 @@ def _job(spec: ClusterSpec) -> Object:
     """Runs on a cluster that serves, with the image and the tools of its head; a cluster made for the job, as RayJob
     makes one by default, would load the model for one prompt."""
     address = f"{cluster_name(spec)}:{spec.router.ports['port']}"
+    tls = f" --tls-ca {TLS_FOLDER}/{TLS_CA}" if spec.router.tls_cert else ""
+    if spec.router.tls_client_ca:
+        tls += f" --tls-cert {TLS_FOLDER}/{TLS_CERT} --tls-key {TLS_FOLDER}/{TLS_KEY}"
     body = {
-        "entrypoint": f"kvrelay generate --router {address} --max-tokens 16 'Why is the sky blue?'",
+        "entrypoint": f"kvrelay generate --router {address}{tls} --max-tokens 16 'Why is the sky blue?'",
         "clusterSelector": {"ray.io/cluster": cluster_name(spec)},
         "activeDeadlineSeconds": math.ceil(spec.supervision.start_timeout_s + spec.router.default_timeout_s),
     }

@@ -1,11 +1,12 @@
-"""What the reconciler knows of one member. Only `cluster.reconcile` writes it."""
+"""What the reconciler knows of one member. Only `cluster.reconcile` has it changed."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from cluster.events import ROUTER_ID, Phase
+from cluster.events import ROUTER_ID, MemberView, Phase
+from cluster.spec import SupervisionSpec
 
 
 @dataclass(slots=True)
@@ -34,3 +35,24 @@ class MemberState:
     """It is not started again."""
     must_move: bool = False
     """The present actor is to be replaced: its node goes away."""
+
+    def view(self, name: str) -> MemberView:
+        return MemberView(
+            member_id=name,
+            phase=self.phase,
+            attempt=self.attempt,
+            address=self.address,
+            last_reason=self.last_reason,
+            starts_again=self.phase is Phase.ABSENT and self.due is not None and self.attempt > 0,
+            role=self.role,
+        )
+
+    def judge_service(self, limits: SupervisionSpec, now: float) -> None:
+        """At the end of an actor: long service makes up for former deaths."""
+        if self.phase is Phase.READY and now - self.ready_at >= limits.stable_s:
+            self.failures = 0
+
+    def pause_s(self, limits: SupervisionSpec) -> float:
+        """Before the next start."""
+        # The exponent is capped too: 2.0**1024 overflows.
+        return min(limits.backoff_min_s * 2.0 ** min(self.failures - 1, 32), limits.backoff_max_s)

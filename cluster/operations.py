@@ -7,6 +7,7 @@ goes on.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Protocol
@@ -18,6 +19,11 @@ from cluster.spec import DECODE, PREFILL, ROLES, ClusterSpec
 from cluster.spec_file import parse_spec
 from cluster.supervisor import Snapshot
 from engine.errors import ConfigError, DeadlineExceeded, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+CATCH_UP_S = 5.0
+"""For the supervisor to take an order over."""
 
 Tell = Callable[[Mapping[str, Any]], Awaitable[None]]
 Order = Mapping[str, Any]
@@ -48,6 +54,11 @@ class Operations:
         self._use = use
         self._snapshot: Snapshot | None = None
         self._changed = asyncio.Event()
+        self._last: DesiredChanged | None = None
+        """What was ordered last."""
+        self._router_restarts = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Flips that are under way."""
 
     def changed(self, snapshot: Snapshot) -> None:
         """From the supervisor."""
@@ -56,13 +67,15 @@ class Operations:
         self._changed = asyncio.Event()
 
     async def carry_out(self, order: Order, tell: Tell) -> dict[str, Any]:
-        """Orders: `apply` (spec, dry_run), `scale` (replicas), `drain` and `flip` (worker), `show`. With `wait_s`, all
-        but `show` wait so long until it is done; `tell` gets each member's phase meanwhile.
+        """Orders: `apply` (spec, dry_run), `scale` (replicas), `drain` and `flip` (worker), `restart` (of the router),
+        `show`. With `wait_s`, all but `show` wait so long until it is done; `tell` gets each member's phase meanwhile.
 
         Raises `ConfigError` for an order that makes no sense, and then nothing was changed; `DeadlineExceeded` when the
-        time is up and it still goes on.
+        time is up and it still goes on; `UnavailableError` when another order came before this one was done.
         """
         name, wait_s = order.get("order"), float(order.get("wait_s", 0.0))
+        if name != "show":
+            await self._caught_up()
         match name:
             case "show":
                 return self._show()
@@ -72,11 +85,14 @@ class Operations:
                 if order.get("dry_run"):
                     return _account(changes)
             case "scale":
-                wanted = self._scaled({str(role): int(count) for role, count in dict(order["replicas"]).items()})
+                wanted = self._scaled(dict(order["replicas"]))
             case "drain":
                 wanted = self._without(str(order["worker"]))
             case "flip":
                 return await self._flip(str(order["worker"]), wait_s, tell)
+            case "restart":
+                wanted = self.spec
+                self._router_restarts += 1
             case _:
                 raise ConfigError(f"order: unknown: {quoted(str(name))}")
         return await self._change(wanted, str(order.get("worker", "")), wait_s, tell)
@@ -87,31 +103,48 @@ class Operations:
         self._check(wanted)
         self._use(wanted)
         self.spec = wanted
-        change = desired(wanted, take_away)
+        change = self._last = desired(wanted, take_away, self._router_restarts)
         self._supervisor.change(change)
         if wait_s > 0:
             await self._until_settled(change, wait_s, tell)
         return _account(changes)
 
+    async def _caught_up(self) -> None:
+        """Until the snapshot is of after the last order: nothing is decided by how it was before. In no time, while the
+        supervisor runs."""
+        try:
+            async with asyncio.timeout(CATCH_UP_S):
+                while self._last is not None and (self._snapshot is None or self._snapshot.desired != self._last):
+                    await self._changed.wait()
+        except TimeoutError:
+            raise UnavailableError("the cluster has not taken the order before this one yet; try again") from None
+
     async def _until_settled(self, change: DesiredChanged, wait_s: float, tell: Tell) -> None:
+        """The same order given twice is done when it is done."""
         told: dict[str, Any] = {}
         try:
             async with asyncio.timeout(wait_s):
                 while True:
                     snapshot, changed = self._snapshot, self._changed
-                    if snapshot is not None and snapshot.desired is change:
+                    if self._last != change:
+                        raise UnavailableError("another order came before this one was done")
+                    if snapshot is not None and snapshot.desired == change:
                         if told != (told := {"members": _phases(snapshot)}):
                             await tell(told)
                         if snapshot.settled:
                             return
-                    elif snapshot is not None and snapshot.desired is not None and told:
-                        raise UnavailableError("another order came before this one was done")
                     await changed.wait()
         except TimeoutError:
-            raise DeadlineExceeded(f"not done after {wait_s:g} s, and it goes on: {self._trouble()}") from None
+            raise self._too_late(wait_s) from None
+
+    def _too_late(self, wait_s: float) -> DeadlineExceeded:
+        return DeadlineExceeded(f"not done after {wait_s:g} s, and it goes on: {self._trouble()}")
 
     async def _flip(self, worker: str, wait_s: float, tell: Tell) -> dict[str, Any]:
-        """First the one is gone, then the other is started: both at once may not fit."""
+        """First the one is gone, then the other is started: both at once may not fit.
+
+        Another order in between is told in the error: then the other was not started.
+        """
         role = self._role_of(worker)
         other = PREFILL if role == DECODE else DECODE
         fewer = self._without(worker)
@@ -119,16 +152,45 @@ class Operations:
         changes = compare(self.spec, more)
         changes.check()
         self._check(more)
-        await self._change(fewer, worker, wait_s or self._patience_s(), tell)
-        await self._change(more, "", wait_s, tell)
+        flipping = asyncio.create_task(self._carry_over(fewer, worker, other, tell), name=f"flip of {worker}")
+        self._tasks.add(flipping)
+        flipping.add_done_callback(self._done)
+        if wait_s > 0:
+            done, _ = await asyncio.wait({flipping}, timeout=wait_s)
+            if not done:
+                raise self._too_late(wait_s)
+            flipping.result()
         return _account(changes)
+
+    async def _carry_over(self, fewer: ClusterSpec, worker: str, other: str, tell: Tell) -> None:
+        """To its end, also if nobody waits for it any more."""
+        patience_s = self._patience_s()
+        try:
+            await self._change(fewer, worker, patience_s, tell)
+        except (UnavailableError, DeadlineExceeded) as error:
+            raise type(error)(f"{worker} is taken away, and no {other} worker was started: {error}") from None
+        await self._change(_resized(self.spec, {other: self.spec.pool(other).replicas + 1}), "", patience_s, tell)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("%s: %s", task.get_name(), error)
+
+    async def close(self) -> None:
+        """End what is still to be ordered. Nothing of it is left."""
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     def _patience_s(self) -> float:
         limits = self.spec.supervision
         return limits.worker_drain_s + limits.drain_s + limits.stop_timeout_s + limits.start_timeout_s
 
-    def _scaled(self, replicas: Mapping[str, int]) -> ClusterSpec:
-        for role in replicas:
+    def _scaled(self, replicas: Mapping[str, Any]) -> ClusterSpec:
+        for role, count in replicas.items():
+            if type(count) is not int:  # `is`: true must not pass for 1
+                raise ConfigError(f"{quoted(str(role))}: replicas must be an integer, got {quoted(str(count))}")
             if role not in ROLES:
                 raise ConfigError(f"{quoted(role)} is no pool; pools are {' and '.join(ROLES)}")
         return _resized(self.spec, replicas)
@@ -170,7 +232,12 @@ class Operations:
 
 
 def _resized(spec: ClusterSpec, replicas: Mapping[str, int]) -> ClusterSpec:
-    pools = {role: replace(spec.pool(role), replicas=count) for role, count in replicas.items()}
+    pools = {}
+    for role, count in replicas.items():
+        try:
+            pools[role] = replace(spec.pool(role), replicas=count)
+        except ConfigError as error:
+            raise ConfigError(f"{role}: {error}") from None
     return replace(spec, pools=replace(spec.pools, **pools))
 
 

@@ -22,20 +22,22 @@ from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, Ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import control_path, native_dir
-from cluster.events import ROUTER_ID
-from cluster.finders import ROUTER_ACTOR
+from cluster.events import ROUTER_ID, PublishWorkers
+from cluster.finders import ROUTER_ACTORS
 from cluster.health import answers, answers_tls
 from cluster.host import ActorLost, ReadyReport
 from cluster.processes import ProcessId, gone
 from cluster.ray_runtime import RayRuntime
 from cluster.router_actor import RouterActor
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, parse_labels
 from engine.cluster_key import ClusterKey
 from engine.errors import EngineError, InternalError
 
 logger = logging.getLogger(__name__)
 
 LOG_TAIL_BYTES = 4096
+TAKE_OVER_TIMEOUT_S = 15.0
+"""For a router that takes over to be connected to the workers."""
 REASON_TIMEOUT_S = 0.3
 """For Ray to say why a process ended, once it has."""
 
@@ -64,7 +66,10 @@ class RayHost:
             routing_seed=secrets.randbits(64),
             cluster_key=key,
             native_cache=str(native_dir()),
+            shares_ports=True,
         )
+        self._router_name = ROUTER_ACTORS[0]
+        self._router_node = ""
 
     @property
     def serves_tls(self) -> bool:
@@ -72,37 +77,54 @@ class RayHost:
         return bool(self._router_config.tls_cert)
 
     def use(self, spec: ClusterSpec) -> None:
-        """Workers that are started from now on are as `spec` says; the router stays as it was."""
+        """Whoever is started from now on is as `spec` says. Where the router listens does not change."""
         self._spec = spec
+        config, kept = spec.router_config(self._model_path), self._router_config
+        self._router_config = replace(
+            config,
+            port=kept.port,
+            http_port=kept.http_port,
+            routing_seed=kept.routing_seed,
+            cluster_key=kept.cluster_key,
+            native_cache=kept.native_cache,
+            shares_ports=kept.shares_ports,
+        )
 
-    def start(self, member_id: str, role: str) -> RayHandle:
+    def start(self, member_id: str, role: str, takes_over: PublishWorkers | None = None) -> RayHandle:
         if member_id == ROUTER_ID:
             orders_at = str(control_path(self._spec.name))
             arguments = (self._router_config, self._spec.supervision.drain_s, orders_at)
-            router = self._create(RouterActor, self._router_needs(), *arguments)
-            return RayHandle(self, router, pins_ports=True)
+            needs = self._router_needs(takes_over is not None)
+            router = self._create(RouterActor, needs, *arguments)
+            return RayHandle(self, router, router_name=needs["name"], takes_over=takes_over)
         config = self._spec.worker_config(role, member_id, self._model_path, str(native_dir()))
         config = replace(config, cluster_key=self._key)
         pool = self._spec.pool(role)
-        needs = self._needs(config.engine.num_threads, pool.ray_resource, num_gpus=int(pool.takes_card))
-        return RayHandle(self, self._create(self._worker_classes[role], needs, config), pins_ports=False)
+        needs = self._needs(
+            config.engine.num_threads, pool.ray_resource, pool.ray_labels, num_gpus=int(pool.takes_card)
+        )
+        return RayHandle(self, self._create(self._worker_classes[role], needs, config))
 
-    def _needs(self, num_cpus: int, resource: str, *, num_gpus: int = 0) -> dict[str, Any]:
-        """What Ray shall set aside for an actor, and where. Of a Ray of our own nothing but cards, of which each actor
-        then sees its own: how many workers there are is for the spec to say."""
+    def _needs(self, num_cpus: int, resource: str, labels: str = "", *, num_gpus: int = 0) -> dict[str, Any]:
+        """Of a Ray of our own nothing but cards, of which each actor then sees its own: how many workers there are is
+        for the spec to say."""
         cards = {"num_gpus": num_gpus} if num_gpus else {}
         if self._runtime.local:
             return {"num_cpus": 0, **cards}
-        resources = {resource: 1.0} if resource else {}
-        return {"num_cpus": num_cpus, **cards, "resources": resources, "scheduling_strategy": "SPREAD"}
+        return {**actor_needs(num_cpus, resource, labels), **cards}
 
-    def _router_needs(self) -> dict[str, Any]:
-        """By its name clients of Ray find it. It passes orders on to us, so it should run on our node."""
+    def _router_needs(self, takes_over: bool) -> dict[str, Any]:
+        """By its name clients of Ray find it. It passes orders on to us, so it should run on our node; one that takes
+        over runs where the other does, and needs no room of its own there, as the other one ends."""
+        if takes_over:
+            here = NodeAffinitySchedulingStrategy(self._router_node, soft=False)
+            (name,) = (name for name in ROUTER_ACTORS if name != self._router_name)
+            return {"num_cpus": 0, "scheduling_strategy": here, "name": name}
         needs = self._needs(1, self._spec.router.ray_resource)
         if not self._spec.router.ray_resource:
             ours = ray.get_runtime_context().get_node_id()
             needs["scheduling_strategy"] = NodeAffinitySchedulingStrategy(ours, soft=True)
-        return {**needs, "name": ROUTER_ACTOR}
+        return {**needs, "name": self._router_name}
 
     async def leaving(self, known: frozenset[str]) -> frozenset[str]:
         return await self._runtime.leaving(known)
@@ -110,8 +132,9 @@ class RayHost:
     async def lost(self) -> str:
         return await self._runtime.lost()
 
-    def pin_router_ports(self, address: str, http_address: str) -> None:
-        """A restarted router must be where clients expect it, also if the ports were for us to choose."""
+    def pin_router(self, name: str, node_id: str, address: str, http_address: str) -> None:
+        """Another router must be where clients expect it, also if the ports were for us to choose."""
+        self._router_name, self._router_node = name, node_id
         port, http_port = (int(each.rpartition(":")[2]) for each in (address, http_address))
         self._router_config = replace(self._router_config, port=port, http_port=http_port)
 
@@ -133,24 +156,41 @@ class RayHost:
         return actor
 
 
+def actor_needs(num_cpus: int, resource: str, labels: str) -> dict[str, Any]:
+    """What Ray shall set aside for an actor, and where, as options of Ray; `resource` and `labels` as in `PoolSpec`."""
+    resources = {resource: 1.0} if resource else {}
+    needs = {"num_cpus": num_cpus, "resources": resources, "scheduling_strategy": "SPREAD"}
+    return {**needs, "label_selector": parse_labels(labels)} if labels else needs
+
+
 class RayHandle:
     """One actor. A `Handle` of `cluster.host`."""
 
-    def __init__(self, host: RayHost, actor: ActorHandle[Any], pins_ports: bool) -> None:
+    def __init__(
+        self,
+        host: RayHost,
+        actor: ActorHandle[Any],
+        *,
+        router_name: str = "",
+        takes_over: PublishWorkers | None = None,
+    ) -> None:
         self._host = host
         self._actor = actor
-        self._pins_ports = pins_ports
+        self._router_name = router_name
+        self._takes_over = takes_over
         self._process: ProcessId | None = None
         self._address = self._http_address = ""
         self._killed = False
 
     async def ready(self) -> ReadyReport:
-        report: dict[str, Any] = await _result(self._actor.start.remote())
+        told = self._takes_over
+        arguments = () if told is None else (dict(told.addresses), told.draining, TAKE_OVER_TIMEOUT_S)
+        report: dict[str, Any] = await _result(self._actor.start.remote(*arguments))
         local = report.get("node", os.uname().nodename) == os.uname().nodename
         self._process = ProcessId.of(report["pid"]) if local else None
         http_address = report.get("http_address", "")
-        if self._pins_ports:
-            self._host.pin_router_ports(report["address"], http_address)
+        if self._router_name:
+            self._host.pin_router(self._router_name, report["node_id"], report["address"], http_address)
         self._address, self._http_address = report["address"], http_address
         timings, pool = report.get("timings", {}), report.get("pool", "")
         return ReadyReport(
@@ -196,6 +236,9 @@ class RayHandle:
 
     async def stop(self) -> None:
         await _result(self._actor.stop.remote())
+
+    async def retire(self, drain_s: float) -> None:
+        await _result(self._actor.retire.remote(drain_s))
 
     async def set_workers(self, addresses: Mapping[str, str], draining: frozenset[str], timeout_s: float) -> str:
         return str(await _result(self._actor.set_workers.remote(dict(addresses), draining, timeout_s)))

@@ -58,27 +58,32 @@ def loopback_ray() -> Iterator[None]:
 
 
 @contextmanager
-def lean_ray() -> Iterator[None]:
-    """`ray.init(address="local")` inside starts no helper processes. Linux only; elsewhere it changes nothing."""
+def lean_ray(*, jobs: bool = False) -> Iterator[None]:
+    """`ray.init(address="local")` inside starts no helper processes; with `jobs`, those that take and run jobs: the
+    dashboard and both agents. Linux only; elsewhere it changes nothing."""
     if sys.platform != "linux":
         yield
         return
     original = node.Node
-    node.Node = _LeanNode  # type: ignore[misc]
+    node.Node = _JobNode if jobs else _LeanNode  # type: ignore[misc]
     try:
         yield
     finally:
         node.Node = original  # type: ignore[misc]
 
 
-class _LeanNode(node.Node):
-    """Overrides nothing but what starts a helper."""
+class _JobNode(node.Node):
+    """Overrides nothing but what starts a helper that jobs do without."""
 
     def start_monitor(self) -> None:
         """Without: no autoscaler."""
 
     def start_log_monitor(self) -> None:
         """Without: what actors print stays in their log files."""
+
+
+class _LeanNode(_JobNode):
+    """Overrides nothing but what starts a helper."""
 
     def start_api_server(self, **_options: Any) -> None:
         """Without: no dashboard, no job submission."""

@@ -26,6 +26,8 @@ SPEC_FOLDER, SPEC_FILE = "/etc/kvrelay/spec", "cluster.yaml"
 KEY_FOLDER, KEY_FILE = "/etc/kvrelay/cluster-key", "cluster-key"
 API_KEYS_FOLDER, API_KEYS_FILE = "/etc/kvrelay/api-keys", "api-keys.yaml"
 PREFIXES_FILE = "public-prefixes.yaml"
+TLS_FOLDER, TLS_CERT, TLS_KEY, TLS_CA = "/etc/kvrelay/tls", "tls.crt", "tls.key", "ca.crt"
+"""As in a secret of type kubernetes.io/tls, and as cert-manager names them."""
 GPU = "nvidia.com/gpu"
 UID = 1000
 _MIB = 1024**2
@@ -36,6 +38,10 @@ _KILL_MARGIN_S = 20.0
 def cluster_name(spec: ClusterSpec) -> str:
     """Of every object. The prefix makes it a DNS label also if the cluster's name begins with a digit."""
     return f"kvrelay-{spec.name}"
+
+
+def tls_secret(spec: ClusterSpec) -> str:
+    return f"{cluster_name(spec)}-tls"
 
 
 def role_resource(role: str) -> str:
@@ -64,6 +70,7 @@ def head_pod(spec: ClusterSpec) -> Object:
             _mount("home", HOME),
             _mount("spec", SPEC_FOLDER, read_only=True),
             _mount("api-keys", API_KEYS_FOLDER, read_only=True),
+            *([_mount("tls", TLS_FOLDER, read_only=True)] if spec.router.tls_cert else []),
             *_model_mounts(spec),
         ],
         # The router's actor is in this container: it must outlive the supervisor, which drains it. The kernel gives the
@@ -84,6 +91,7 @@ def head_pod(spec: ClusterSpec) -> Object:
                 {"name": "spec", "configMap": {"name": f"{cluster_name(spec)}-spec"}},
                 _secret_volume("api-keys", f"{cluster_name(spec)}-api-keys"),
                 _secret_volume("cluster-key", f"{cluster_name(spec)}-cluster-key"),
+                *([_secret_volume("tls", tls_secret(spec))] if spec.router.tls_cert else []),
                 *_model_volumes(spec),
             ],
         },
@@ -145,14 +153,18 @@ def _supervisor(spec: ClusterSpec) -> Object:
             _mount("cluster-key", KEY_FOLDER, read_only=True),
             *_model_mounts(spec),
         ],
-        "readinessProbe": {
-            "httpGet": {"path": "/ready", "port": "http"},
-            "periodSeconds": 5,
-            "timeoutSeconds": 3,
-            "failureThreshold": 2,
-        },
+        "readinessProbe": {**_ready(spec), "periodSeconds": 5, "timeoutSeconds": 3, "failureThreshold": 2},
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+
+
+def _ready(spec: ClusterSpec) -> Object:
+    """The kubelet verifies no certificate, and has none to show: where clients must, all that it can see is that the
+    router listens."""
+    if spec.router.tls_client_ca:
+        return {"tcpSocket": {"port": "http"}}
+    scheme = {"scheme": "HTTPS"} if spec.router.tls_cert else {}
+    return {"httpGet": {"path": "/ready", "port": "http", **scheme}}
 
 
 def _pod(spec: ClusterSpec, grace_s: int) -> Object:

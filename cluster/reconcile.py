@@ -17,13 +17,16 @@ Every start of a member has a new `attempt`; events of another attempt than the 
 late word of a dead actor changes nothing. A member is started again only after `ActorDied` said that the actor before
 is gone: two actors of one member never live at once.
 
+A router with other settings is started beside the one that serves, and takes its ports over (`succession`): then the
+older one finishes what it has and ends. Only one of both happens at a time, a worker's change or the router's.
+
 On a stop the router goes first, so that clients hear of it from the router, then all workers, then `Finish`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 from cluster.events import (
     ROUTER_ID,
@@ -42,6 +45,7 @@ from cluster.events import (
     Phase,
     PoolWanted,
     PublishWorkers,
+    RetireRouter,
     StartActor,
     StopActor,
     StopRequested,
@@ -51,22 +55,26 @@ from cluster.events import (
 from cluster.member_state import MemberState
 from cluster.spec import SupervisionSpec
 from cluster.steering import Add, Replace, Standing, TakeAway, steer
+from cluster.succession import Succession
 
 
 class Reconciler:
     """Owns what each member shall be and is.
 
     Invariants, checked by `check_integrity`:
-      1. A member has at most one actor: `attempt` grows only in phase ABSENT.
+      1. A worker has at most one actor: `attempt` grows only in phase ABSENT. Of the router there are two at most while
+         one takes over.
       2. Only READY and DRAINING members have an address; exactly those are published.
       3. While no stop is wanted, every member that is not READY or DYING has a time at which something happens.
       4. After `Finish` no member has an actor.
       5. The attempts of a member id only grow, also of one that was taken away and comes back.
     """
 
-    def __init__(self, pools: Mapping[str, PoolWanted], limits: SupervisionSpec) -> None:
-        """`pools` by role; the router comes with them."""
+    def __init__(self, pools: Mapping[str, PoolWanted], limits: SupervisionSpec, router: Hashable = None) -> None:
+        """`pools` by role; the router comes with them, of this revision."""
         self._limits = limits
+        self._router_revision = router
+        self._succession = Succession()
         self._pools = dict(pools)
         self._members = {ROUTER_ID: MemberState(ROUTER_ID)}
         self._attempts: dict[str, int] = {}
@@ -119,7 +127,7 @@ class Reconciler:
     def tick(self, now: float) -> list[Instruction]:
         """What became due. Call it when `next_due` has come; earlier or later calls do no harm."""
         instructions: list[Instruction] = []
-        for member in self._members.values():
+        for member in self._all():
             if member.due is None or member.due > now or self._stopping:
                 continue
             if member.phase is Phase.ABSENT:
@@ -138,7 +146,7 @@ class Reconciler:
         """When `tick` has something to do; None: only events change anything."""
         if self._stopping:
             return None
-        return min((member.due for member in self._members.values() if member.due is not None), default=None)
+        return min((member.due for member in self._all() if member.due is not None), default=None)
 
     @property
     def all_ready(self) -> bool:
@@ -148,26 +156,15 @@ class Reconciler:
     @property
     def settled(self) -> bool:
         """All is as it is wanted; only events change anything."""
-        return self.all_ready and not self._steps()
+        return self.all_ready and not self._steps() and not self._succession.under_way and not self._router_is_stale
 
     @property
     def finished(self) -> bool:
         return self._finished
 
     def views(self) -> tuple[MemberView, ...]:
-        """The router first, then the workers in the order in which they were added."""
-        return tuple(
-            MemberView(
-                member_id=member.member_id,
-                phase=member.phase,
-                attempt=member.attempt,
-                address=member.address,
-                last_reason=member.last_reason,
-                starts_again=member.phase is Phase.ABSENT and member.due is not None and member.attempt > 0,
-                role=member.role,
-            )
-            for member in self._members.values()
-        )
+        """The router first, then the workers in the order in which they were added, then routers beside the first."""
+        return tuple(member.view(name) for name, member in (*self._members.items(), *self._succession.names()))
 
     def _ready(self, event: ActorReady, now: float) -> list[Instruction]:
         member = self._present(event.member_id, event.attempt)
@@ -178,10 +175,15 @@ class Reconciler:
         member.ready_at = now
         member.served = True
         member.due = None
+        retired: list[Instruction] = []
+        if member is self._succession.next:
+            old, self._members[ROUTER_ID] = self._members[ROUTER_ID], member
+            self._succession.take_over(old)
+            retired = [RetireRouter(ROUTER_ID, old.attempt)]
         if member.member_id == ROUTER_ID:
-            self._published = None  # a new router knows no worker
+            self._published = None  # a new router knows no worker, or those of a moment ago
         self._came_up = self._came_up or all(each.phase is Phase.READY for each in self._members.values())
-        return self._publish()
+        return [*retired, *self._publish()]
 
     def _died(self, event: ActorDied, now: float) -> list[Instruction]:
         member = self._present(event.member_id, event.attempt)
@@ -189,13 +191,19 @@ class Reconciler:
             return []
         if member.phase is not Phase.DYING:
             member.last_reason = event.reason
-        self._judge_service(member, now)
+        member.judge_service(self._limits, now)
         member.failures += 1
         member.phase = Phase.ABSENT
         member.address = ""
+        if member is self._succession.old:
+            self._succession.old = None
+            return self._go_on_stopping() if self._stopping else []
         if self._stopping:
             member.due = None
             return self._go_on_stopping()
+        if member is self._members[ROUTER_ID] and (heir := self._succession.promote()) is not None:
+            self._members[ROUTER_ID] = heir
+            return []
         if member.leaving:
             self._forget(member)
         elif member.ending:
@@ -207,14 +215,14 @@ class Reconciler:
         ):
             return self._stop(f"{member.member_id}: {member.last_reason}")
         else:
-            member.due = now + self._pause(member.failures)
+            member.due = now + member.pause_s(self._limits)
         return self._publish()
 
     def _hung(self, event: MemberHung, now: float) -> list[Instruction]:
         member = self._present(event.member_id, event.attempt)
         if member is None or member.phase not in (Phase.READY, Phase.DRAINING) or self._stopping:
             return []  # on a stop it is killed anyway if it does not end in time
-        self._judge_service(member, now)
+        member.judge_service(self._limits, now)
         member.phase = Phase.DYING
         member.address = ""
         member.due = None
@@ -222,7 +230,7 @@ class Reconciler:
         return [KillActor(member.member_id, member.attempt, event.reason), *self._publish()]
 
     def _desire(self, event: DesiredChanged, now: float) -> list[Instruction]:
-        self._pools, self._limits = dict(event.pools), event.limits
+        self._pools, self._limits, self._router_revision = dict(event.pools), event.limits, event.router
         member = self._members.get(event.take_away)
         if member is None or member.role == ROUTER_ID or self._stopping:
             return []
@@ -233,7 +241,7 @@ class Reconciler:
     def _steps(self) -> list[Add | TakeAway | Replace]:
         staying = [member for member in self._members.values() if member.role != ROUTER_ID and not member.leaving]
         workers = [Standing(m.member_id, m.number, m.role, m.phase, self._is_stale(m)) for m in staying]
-        calm = self.all_ready and len(workers) == len(self._members) - 1
+        calm = self.all_ready and len(workers) == len(self._members) - 1 and not self._succession.under_way
         return steer(self._pools, workers, calm=calm)
 
     def _is_stale(self, worker: MemberState) -> bool:
@@ -252,7 +260,19 @@ class Reconciler:
                         instructions += self._take_away(self._members[member_id], now)
                     case Replace(member_id):
                         instructions += self._let_end(self._members[member_id], "its settings have changed", now)
-        return instructions
+        return [*instructions, *self._steer_router(now)]
+
+    def _steer_router(self, now: float) -> list[Instruction]:
+        """With everything else at rest, the successor of a router that has other settings than are wanted."""
+        if not self._router_is_stale:
+            self._succession.forget_failed()
+        if not self.all_ready or self._succession.under_way or not self._router_is_stale:
+            return []
+        return [self._start(self._succession.begin(self._members[ROUTER_ID]), now)]
+
+    @property
+    def _router_is_stale(self) -> bool:
+        return self._members[ROUTER_ID].revision != self._router_revision
 
     def _new_worker(self, role: str) -> MemberState:
         number = next(n for n in itertools.count() if f"{role}-{n}" not in self._members)
@@ -268,8 +288,11 @@ class Reconciler:
         member.attempt += 1
         member.phase, member.must_move = Phase.STARTING, False
         member.due = now + self._limits.start_timeout_s
-        if member.role != ROUTER_ID:
-            member.revision = self._pools[member.role].revision
+        if member.role == ROUTER_ID:
+            member.revision = self._router_revision
+            takes_over = self._published if member is self._succession.next else None
+            return StartActor(member.member_id, member.attempt, member.role, takes_over)
+        member.revision = self._pools[member.role].revision
         return StartActor(member.member_id, member.attempt, member.role)
 
     def _take_away(self, member: MemberState, now: float) -> list[Instruction]:
@@ -297,14 +320,6 @@ class Reconciler:
         member.last_reason = "stopped"
         return [*self._publish(), StopActor(member.member_id, member.attempt)]
 
-    def _judge_service(self, member: MemberState, now: float) -> None:
-        if member.phase is Phase.READY and now - member.ready_at >= self._limits.stable_s:
-            member.failures = 0
-
-    def _pause(self, failures: int) -> float:
-        # The exponent is capped too: 2.0**1024 overflows.
-        return min(self._limits.backoff_min_s * 2.0 ** min(failures - 1, 32), self._limits.backoff_max_s)
-
     def _publish(self) -> list[Instruction]:
         if self._stopping or self._members[ROUTER_ID].phase is not Phase.READY:
             return []
@@ -321,9 +336,11 @@ class Reconciler:
             return []
         self._stopping = True
         self._error = error
-        for member in self._members.values():
+        for member in self._all():
             member.due = None
-        return self._go_on_stopping()
+        old = self._succession.old  # its end is hurried
+        hurried: list[Instruction] = [] if old is None else [StopActor(ROUTER_ID, old.attempt)]
+        return [*hurried, *self._go_on_stopping()]
 
     def _give_up(self, reason: str) -> list[Instruction]:
         if self._finished:
@@ -331,19 +348,20 @@ class Reconciler:
         if not self._stopping:  # else it was going anyway
             self._error = reason
         self._stopping = self._finished = True
+        self._succession = Succession()
         for member in self._members.values():
             member.phase, member.address, member.due = Phase.ABSENT, "", None
         return [Finish(self._error)]
 
     def _go_on_stopping(self) -> list[Instruction]:
-        router = self._members[ROUTER_ID]
-        workers = [member for member in self._members.values() if member is not router]
-        instructions = self._end([router])
-        if router.phase is Phase.ABSENT:
+        routers = [self._members[ROUTER_ID], *self._succession]
+        workers = [member for member in self._members.values() if member.role != ROUTER_ID]
+        instructions = self._end(routers)
+        if all(router.phase is Phase.ABSENT for router in routers):
             instructions += self._end(workers)
         else:  # a worker that does not serve yet has nothing to finish
             instructions += self._end([member for member in workers if member.phase is Phase.STARTING])
-        if all(member.phase is Phase.ABSENT for member in self._members.values()) and not self._finished:
+        if all(member.phase is Phase.ABSENT for member in self._all()) and not self._finished:
             self._finished = True
             instructions.append(Finish(self._error))
         return instructions
@@ -362,10 +380,13 @@ class Reconciler:
         return instructions
 
     def _present(self, member_id: str, attempt: int) -> MemberState | None:
-        member = self._members.get(member_id)
-        return member if member is not None and member.attempt == attempt else None
+        return next((each for each in self._all() if (each.member_id, each.attempt) == (member_id, attempt)), None)
+
+    def _all(self) -> list[MemberState]:
+        return [*self._members.values(), *self._succession]
 
     def check_integrity(self) -> None:
+        self._succession.check_integrity(self._members[ROUTER_ID])
         for name, member in self._members.items():
             serves = member.phase in (Phase.READY, Phase.DRAINING)
             assert serves == bool(member.address), f"{name}: address and phase differ"

@@ -27,6 +27,8 @@ MAX_REPLICAS = 256
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?")
 _RESOURCE = re.compile(r"[a-z][a-z0-9_]{0,62}")
+_LABEL_VALUE = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"
+_LABEL = re.compile(rf"[A-Za-z0-9](?:[\w./-]{{0,251}}[A-Za-z0-9])?={_LABEL_VALUE}", re.ASCII)
 _ENGINE = EngineConfig(model_path="")
 _SCHEDULER = SchedulerConfig()
 _MIB = 1024 * 1024
@@ -49,6 +51,15 @@ def check_resource(name: str) -> None:
         raise ConfigError(f"ray_resource must be up to 63 of a-z, 0-9 and _, got {quoted(name)}")
 
 
+def parse_labels(text: str) -> dict[str, str]:
+    """Of nodes of a Ray, by name. Raises `ConfigError` for what is none of NAME=VALUE,NAME=VALUE."""
+    pairs = [part.partition("=") for part in text.split(",")] if text else []
+    labels = {name: value for name, _, value in pairs}
+    if len(labels) < len(pairs) or not all(_LABEL.fullmatch("".join(pair)) for pair in pairs):
+        raise ConfigError(f"ray_labels must be NAME=VALUE, several with commas, each name once, got {quoted(text)}")
+    return labels
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec(Knobs):
     """Workers of one role, all alike. Beside the fields below it has every knob of `engine.knobs`; those of bytes
@@ -56,6 +67,9 @@ class PoolSpec(Knobs):
 
     replicas: int = 1
     """Workers of this role. No prefill worker: decode workers compute the prompts themselves."""
+    min_replicas: int | None = None
+    """With `max_replicas`, the range in which `replicas` may be scaled. Default: no range; scaling sets the number."""
+    max_replicas: int | None = None
     device: str = _ENGINE.device
     """Where each worker's model runs: cpu; cuda, a GPU for each worker; cuda:N, which workers may share; or auto, a GPU
     if there is one and `gpu_memory_utilization` says how much of it."""
@@ -80,13 +94,40 @@ class PoolSpec(Knobs):
     ray_resource: str = ""
     """Of a Ray that was joined: a custom resource of which each worker takes one, so that it is placed on the nodes
     that offer it. Default: any node."""
+    ray_labels: str = ""
+    """Of a Ray that was joined: labels of nodes on which workers may be placed, "zone=a,card=h100". Default: any."""
 
     def __post_init__(self) -> None:
         parse_transports(self.kv_transports)
         check_resource(self.ray_resource)
+        self._check_replicas()
+        parse_labels(self.ray_labels)
+        self.engine("", _ENGINE.dtype)  # its checks are ours
+
+    def _check_replicas(self) -> None:
+        least, most = self.min_replicas, self.max_replicas
         if not 0 <= self.replicas <= MAX_REPLICAS:
             raise ConfigError(f"replicas must be in [0, {MAX_REPLICAS}], got {self.replicas}")
-        self.engine("", _ENGINE.dtype)  # its checks are ours
+        if least is None and most is None:
+            return
+        if least is None or most is None:
+            missing = "min_replicas" if least is None else "max_replicas"
+            raise ConfigError(f"{'max' if least is None else 'min'}_replicas needs {missing} beside it")
+        if not 0 <= least <= MAX_REPLICAS:
+            raise ConfigError(f"min_replicas must be in [0, {MAX_REPLICAS}], got {least}")
+        if not least <= most <= MAX_REPLICAS:
+            raise ConfigError(f"max_replicas must be in [min_replicas, {MAX_REPLICAS}], got {most} and {least}")
+        if not least <= self.replicas <= most:
+            raise ConfigError(
+                f"replicas must be in [{least}, {most}], min_replicas to max_replicas, got {self.replicas}"
+            )
+
+    @property
+    def replica_range(self) -> tuple[int, int]:
+        """Smallest and largest number of workers; a number without a range is both."""
+        if self.min_replicas is None or self.max_replicas is None:
+            return self.replicas, self.replicas
+        return self.min_replicas, self.max_replicas
 
     @property
     def host_pool_bytes(self) -> int:
@@ -129,6 +170,8 @@ class PoolsSpec:
     def __post_init__(self) -> None:
         if self.decode.replicas < 1:
             raise ConfigError("decode: replicas must be at least 1: every request ends on a decode worker")
+        if self.decode.min_replicas == 0:
+            raise ConfigError("decode: min_replicas must be at least 1: every request ends on a decode worker")
         if self.prefill.replicas and self.prefill.block_size != self.decode.block_size:
             raise ConfigError(
                 f"decode: block_size {self.decode.block_size} differs from prefill's {self.prefill.block_size}: "

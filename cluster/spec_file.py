@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -17,6 +18,7 @@ from cluster.spec import ClusterSpec
 from engine.errors import ConfigError
 from engine.knobs import KNOBS, LARGEST
 from engine.sizes import parse_size
+from engine.yaml_text import MALFORMED
 
 MAX_FILE_BYTES = 1024 * 1024
 
@@ -43,7 +45,7 @@ def parse_spec(data: bytes | str, source: str) -> ClusterSpec:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{source}:{line}: not valid YAML: {shortened(str(error.problem))}") from error
-    except yaml.YAMLError as error:
+    except MALFORMED as error:
         raise ConfigError(f"{source}: not valid YAML: {shortened(str(error))}") from error
     if root is None:
         return ClusterSpec()
@@ -64,7 +66,7 @@ class _Reader:
         known = {field.name: hints[field.name] for field in dataclasses.fields(spec_type)}  # type: ignore[arg-type]
         nodes: dict[str, yaml.Node] = {}
         for key_node, value_node in node.value:
-            name = str(key_node.value)
+            name = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else _describe(key_node)
             where = f"{path}.{shortened(name)}" if path else shortened(name)
             if name not in known:
                 raise self._error(key_node, where, "unknown field" + _suggest(name, known))
@@ -90,7 +92,7 @@ class _Reader:
             raise self._error(node, path, f"expected {_TYPE_NAMES[kind]}, got {_describe(node)}")
         try:
             value = yaml.SafeLoader("").construct_object(node)
-        except (yaml.YAMLError, ValueError):  # a tag that we do not know, a date that there is not
+        except MALFORMED:  # a tag that we do not know, a date that there is not
             raise self._error(node, path, f"expected {_TYPE_NAMES[kind]}, got {_describe(node)}") from None
         if value is None and optional:
             return None
@@ -103,6 +105,8 @@ class _Reader:
             raise self._error(node, path, "a number must be at most 2^53 in size")
         if kind is float and type(value) is int:
             return float(value)
+        if type(value) is float and not math.isfinite(value):
+            raise self._error(node, path, f"a number must be finite, got {_describe(node)}")
         if type(value) is not kind:  # `is`: YAML's true must not pass for 1
             raise self._error(node, path, f"expected {_TYPE_NAMES[kind]}, got {_describe(node)}")
         return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from cluster.events import (
     MemberView,
     PoolWanted,
     PublishWorkers,
+    RetireRouter,
     StartActor,
     StopActor,
     StopRequested,
@@ -107,15 +108,19 @@ class Supervisor:
         limits: SupervisionSpec,
         on_change: Callable[[Snapshot], None],
         now: Callable[[], float] = time.monotonic,
+        *,
+        router: Hashable = None,
     ) -> None:
-        """`pools` by role. `on_change` is called on the event loop whenever something about a member changed."""
+        """`pools` by role; `router`: its revision. `on_change` is called on the event loop whenever something about a
+        member changed."""
         self._host = host
         self._limits = limits
         self._on_change = on_change
         self._now = now
-        self._reconciler = Reconciler(pools, limits)
+        self._reconciler = Reconciler(pools, limits, router)
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # an actor's life puts in three at most
-        self._lives: dict[str, _Life] = {}
+        self._lives: dict[tuple[str, int], _Life] = {}
+        """By member and attempt; each until the reconciler knows that its actor is dead."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._publishing: asyncio.Task[None] | None = None
         self._trouble = ""
@@ -141,6 +146,8 @@ class Supervisor:
                     self._desired = event
                 instructions = self._reconciler.tick(now) if event is None else self._reconciler.handle(event, now)
                 error = self._carry_out(instructions) or error
+                if isinstance(event, ActorDied):
+                    self._lives.pop((event.member_id, event.attempt), None)
                 self._tell()
         finally:
             for task in self._tasks:
@@ -176,28 +183,36 @@ class Supervisor:
         """Returns the error of a `Finish`."""
         for instruction in instructions:
             match instruction:
-                case StartActor(member_id, attempt, role):
-                    self._start(member_id, attempt, role)
-                case StopActor(member_id, _):
-                    self._spawn(self._end_gently(self._lives[member_id]))
-                case KillActor(member_id, _, reason):
+                case StartActor():
+                    self._start(instruction)
+                case StopActor(member_id, attempt):
+                    self._spawn(self._end_gently(self._lives[member_id, attempt]))
+                case RetireRouter(member_id, attempt):
+                    self._spawn(self._retire(self._lives[member_id, attempt]))
+                case KillActor(member_id, attempt, reason):
                     logger.info("%s is killed: %s", member_id, reason)
-                    self._spawn(self._kill(self._lives[member_id], force=True))
+                    self._spawn(self._kill(self._lives[member_id, attempt], force=True))
                 case PublishWorkers():
                     self._start_publishing(instruction)
                 case AwaitDrained(member_id, attempt):
-                    self._spawn(self._await_drained(self._lives[ROUTER_ID], member_id, attempt))
+                    self._spawn(self._await_drained(self._router, member_id, attempt))
                 case _:
                     return instruction.error
         return None
 
-    def _start(self, member_id: str, attempt: int, role: str) -> None:
+    @property
+    def _router(self) -> _Life:
+        """The one that serves."""
+        return self._lives[ROUTER_ID, self._reconciler.views()[0].attempt]
+
+    def _start(self, wanted: StartActor) -> None:
+        member_id, attempt = wanted.member_id, wanted.attempt
         try:
-            handle = self._host.start(member_id, role)
+            handle = self._host.start(member_id, wanted.role, wanted.takes_over)
         except ActorLost as error:
             self._events.put_nowait(ActorDied(member_id, attempt, str(error)))
             return
-        life = self._lives[member_id] = _Life(member_id, attempt, handle)
+        life = self._lives[member_id, attempt] = _Life(member_id, attempt, handle)
         self._spawn(self._live(life))
 
     async def _live(self, life: _Life) -> None:
@@ -254,10 +269,17 @@ class Supervisor:
                 await asyncio.wait({asking})
 
     async def _end_gently(self, life: _Life) -> None:
+        await self._end(life, life.handle.stop(), self._limits.drain_s)
+
+    async def _retire(self, router: _Life) -> None:
+        drain_s = self._limits.worker_drain_s
+        await self._end(router, router.handle.retire(drain_s), drain_s)
+
+    async def _end(self, life: _Life, stop: Awaitable[None], drain_s: float) -> None:
         life.ending = True
         try:
-            async with asyncio.timeout(self._limits.drain_s + self._limits.stop_timeout_s):
-                await life.handle.stop()
+            async with asyncio.timeout(drain_s + self._limits.stop_timeout_s):
+                await stop
         except TimeoutError:
             logger.warning("%s did not stop within %g s", life.member_id, self._limits.stop_timeout_s)
         except ActorLost as error:
@@ -279,7 +301,7 @@ class Supervisor:
         # Only the newest list matters. The router gets them in the order in which they were sent.
         if self._publishing is not None:
             self._publishing.cancel()
-        self._publishing = self._spawn(self._publish(self._lives[ROUTER_ID], told))
+        self._publishing = self._spawn(self._publish(self._router, told))
 
     async def _publish(self, router: _Life, told: PublishWorkers) -> None:
         try:
@@ -330,7 +352,7 @@ class Supervisor:
         self._was_ready = self._was_ready or ready
         members = []
         for view in self._reconciler.views():
-            life = self._lives.get(view.member_id)
+            life = self._lives.get((view.member_id, view.attempt))
             report = life.report if life is not None and view.address else None
             members.append(Member(view, report))
         self._on_change(Snapshot(ready, tuple(members), self._reconciler.settled, self._trouble, self._desired))

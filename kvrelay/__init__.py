@@ -24,6 +24,7 @@ from engine.sampling_params import SamplingParams
 from kvrelay._channel import Tls
 from kvrelay._request import DEFAULT_TIMEOUT_S
 from kvrelay.aclient import AsyncClient, AsyncGenerationStream
+from kvrelay.changes import ClusterChange
 from kvrelay.client import Client, GenerationStream
 from kvrelay.types import (
     ChatMessage,
@@ -55,6 +56,7 @@ __all__ = [
     "ChatMessage",
     "Chunk",
     "Client",
+    "ClusterChange",
     "ClusterStatus",
     "ConfigError",
     "DeadlineExceeded",

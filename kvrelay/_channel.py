@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -11,6 +13,20 @@ from engine.errors import ConfigError
 from kvrelay._request import channel_options, check_address
 
 Metadata = tuple[tuple[str, str], ...]
+
+_SEND_AGAIN: dict[str, Any] = {
+    "maxAttempts": 4,
+    "initialBackoff": "0.05s",
+    "maxBackoff": "0.5s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
+}
+"""gRPC sends a call again that had no answer yet, if its connection ended, or if the router did not take it because it
+stops: the router that took over does. gRPC's own servers end such calls with CANCELLED. Answers of a router that mean
+something else forbid it (`kvrelay._status`), and so does a message that has arrived."""
+_SENT_AGAIN = [{"service": "kvrelay.v1.Router"}, {"service": "kvrelay.v1.Admin", "method": "Status"}]
+"""Not the orders of operators: one that was begun goes on."""
+_CONFIG = json.dumps({"methodConfig": [{"name": _SENT_AGAIN, "retryPolicy": _SEND_AGAIN}]})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +49,21 @@ class Tls:
 
 
 def open_channel(address: str, tls: Tls | None) -> grpc.Channel:
-    options = channel_options(check_address(address))
+    options = _options(address)
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, tls.credentials(), options=options)
 
 
 def open_async_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
-    options = channel_options(check_address(address))
+    options = _options(address)
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)
+
+
+def _options(address: str) -> list[tuple[str, int | str]]:
+    return [*channel_options(check_address(address)), ("grpc.service_config", _CONFIG)]
 
 
 def metadata_of(api_key: str | None) -> Metadata:

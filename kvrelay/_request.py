@@ -23,6 +23,10 @@ from kvrelay.v1 import router_pb2
 
 DEFAULT_TIMEOUT_S = 120.0
 MAX_TIMEOUT_S = 24 * 3600.0
+DEFAULT_WAIT_S = 300.0
+"""For a cluster to be as it was ordered."""
+ANSWER_MARGIN_S = 60.0
+"""What the answer to an order may take beyond that."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -157,6 +161,28 @@ def check_timeout(timeout_s: float | None, default_s: float = DEFAULT_TIMEOUT_S)
     return float(timeout_s)
 
 
+def build_scale(replicas: Mapping[str, int], wait_s: float) -> router_pb2.ScaleRequest:
+    """Which pools there are, and how large they may be, is the cluster's to say."""
+    if not replicas:
+        raise RequestError("replicas", "nothing to do: name a pool, as in scale(decode=2)")
+    counts = {_text("replicas", pool): _count(pool, count, least=0) for pool, count in replicas.items()}
+    return router_pb2.ScaleRequest(replicas=counts, wait_ms=_wait_ms(wait_s))
+
+
+def build_drain(worker: str, wait_s: float) -> router_pb2.DrainRequest:
+    return router_pb2.DrainRequest(worker_id=_text("worker", worker), wait_ms=_wait_ms(wait_s))
+
+
+def build_flip(worker: str, wait_s: float) -> router_pb2.FlipRequest:
+    return router_pb2.FlipRequest(worker_id=_text("worker", worker), wait_ms=_wait_ms(wait_s))
+
+
+def _wait_ms(wait_s: float) -> int:
+    if not _is_number(wait_s) or not 0.0 <= wait_s <= MAX_TIMEOUT_S - ANSWER_MARGIN_S:
+        raise RequestError("wait_s", f"must be in [0, {MAX_TIMEOUT_S - ANSWER_MARGIN_S:.0f}] seconds, got {wait_s!r}")
+    return math.ceil(1000 * wait_s)
+
+
 def check_limit(limit: int) -> int:
     """Raises `RequestError` for what the wire cannot carry."""
     if not 1 <= limit < 2**32:
@@ -255,9 +281,9 @@ def _packed(token_ids: Any) -> bytes:
     return pack_tokens(token_ids)
 
 
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= _wire.MAX_U32:
-        raise RequestError(name, f"must be an integer of at least 1, got {value!r}")
+def _count(name: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= _wire.MAX_U32:
+        raise RequestError(name, f"must be an integer of at least {least}, got {value!r}")
     return int(value)
 
 

@@ -15,11 +15,12 @@ MAX_WATCHES = 16
 """Of the health; at once."""
 
 
-def server_options(keepalive_s: float) -> list[tuple[str, int]]:
+def server_options(keepalive_s: float, *, shares_port: bool = False) -> list[tuple[str, int]]:
     """A peer that vanished without closing its connection is noticed within two `keepalive_s`, and its calls end."""
     keepalive_ms = round(1e3 * keepalive_s)
     return [
-        ("grpc.so_reuseport", 0),  # or a second server would share the port instead of being told that it is taken
+        # Else a second server would share the port instead of being told that it is taken.
+        ("grpc.so_reuseport", int(shares_port)),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", keepalive_ms),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -20,6 +20,7 @@ from engine.errors import (
     CapacityError,
     ConfigError,
     DeadlineExceeded,
+    Draining,
     EngineError,
     InternalError,
     ModelError,
@@ -74,7 +75,10 @@ _CLASSES: dict[str, type[EngineError]] = {
     name: value for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, EngineError)
 }
 
-AbortArguments = tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]
+_DO_NOT_SEND_AGAIN = ("grpc-retry-pushback-ms", "-1")
+"""gRPC's own word to a client that would send a call again by itself: this answer is final."""
+
+AbortArguments = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 
 
 class _Status(Protocol):
@@ -114,9 +118,13 @@ def to_rich_status(error: EngineError, retry_after_s: float = DEFAULT_RETRY_S) -
 
 
 def abort_arguments(error: EngineError, retry_after_s: float = DEFAULT_RETRY_S) -> AbortArguments:
-    """For a servicer's edge: `await context.abort(*abort_arguments(error))`."""
+    """For a servicer's edge: `await context.abort(*abort_arguments(error))`.
+
+    Clients send calls again that a router did not take because it stops (`kvrelay._channel`), and no others.
+    """
     status = to_rich_status(error, retry_after_s)
-    return status_of(error), status.message, ((DETAILS_KEY, status.SerializeToString()),)
+    final = () if isinstance(error, Draining) else (_DO_NOT_SEND_AGAIN,)
+    return status_of(error), status.message, ((DETAILS_KEY, status.SerializeToString()), *final)
 
 
 def from_rpc_error(error: grpc.RpcError, peer: str = "") -> EngineError:

@@ -12,7 +12,8 @@ from engine.errors import InternalError, RequestCancelled
 from kvrelay import _request, _status
 from kvrelay._assembly import GenerationAssembly
 from kvrelay._channel import Metadata, Tls, metadata_of, open_channel
-from kvrelay._request import DEFAULT_TIMEOUT_S, GenerateOptions
+from kvrelay._request import ANSWER_MARGIN_S, DEFAULT_TIMEOUT_S, DEFAULT_WAIT_S, GenerateOptions
+from kvrelay.changes import ClusterChange
 from kvrelay.types import Chunk, ClusterStatus, Explanation, Generation, Messages, ModelCard
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
@@ -94,7 +95,7 @@ class Client:
     """Calls one router. Threads may share it.
 
     `timeout_s` is the deadline of every call that gives none of its own. Errors are those of `engine.errors`, which
-    `kvrelay` exports; nothing is retried here.
+    `kvrelay` exports. Only a call that had no answer from a router that ended is sent again, to its successor.
     """
 
     def __init__(
@@ -167,6 +168,28 @@ class Client:
         """How a recent request was placed, and what happened then. Routers forget old requests."""
         message = router_pb2.ExplainRequest(request_id=_request.check_request_id(request_id))
         return Explanation.from_proto(self._unary(self._router.Explain, message, timeout_s))
+
+    def scale(self, *, wait_s: float = DEFAULT_WAIT_S, **replicas: int) -> ClusterChange:
+        """Have so many workers in these pools: `scale(prefill=2, decode=3)`. Waits until it is so, at most `wait_s`.
+
+        Raises `ConfigError` for what cannot be, or where the router belongs to no cluster; `DeadlineExceeded` when the
+        time is over and it still goes on.
+        """
+        message = _request.build_scale(replicas, wait_s)
+        response = self._unary(self._admin.Scale, message, wait_s + ANSWER_MARGIN_S)
+        return ClusterChange.from_proto(response.change)
+
+    def drain(self, worker: str, *, wait_s: float = DEFAULT_WAIT_S) -> ClusterChange:
+        """Take a worker out of service; its pool has one less then. Raises as `scale` does."""
+        message = _request.build_drain(worker, wait_s)
+        response = self._unary(self._admin.Drain, message, wait_s + ANSWER_MARGIN_S)
+        return ClusterChange.from_proto(response.change)
+
+    def flip(self, worker: str, *, wait_s: float = DEFAULT_WAIT_S) -> ClusterChange:
+        """Drain a worker, and start one of the other role. Raises as `scale` does."""
+        message = _request.build_flip(worker, wait_s)
+        response = self._unary(self._admin.Flip, message, wait_s + ANSWER_MARGIN_S)
+        return ClusterChange.from_proto(response.change)
 
     def close(self) -> None:
         """Give the connection back; calls that still run are cancelled. Idempotent."""

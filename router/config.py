@@ -23,6 +23,9 @@ class RouterConfig:
     """For gRPC; 0 takes a free one."""
     http_port: int | None = None
     """None: the one after `port`, or a free one if that is 0, which 0 takes as well."""
+    shares_ports: bool = False
+    """Listen beside a router that this one takes over from (`router.shared_port`); else a port that somebody listens on
+    is taken."""
     router_id: str = "router"
     cluster_key: ClusterKey | None = None
     """Shown to workers, those that have it serve nobody else."""

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from engine.block_hash import TOKEN_BYTES, pack_tokens
 from engine.errors import ConfigError, EngineError
 from engine.tokenizer import ChatMessage, Tokenizer
+from engine.yaml_text import read_yaml
 
 MAX_PREFIXES = 64
 MAX_FILE_BYTES = 8 * 1024 * 1024
@@ -41,11 +40,11 @@ def load_public_prefixes(path: str, tokenizer: Tokenizer, vocab_size: int) -> Pu
     try:
         if Path(path).stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"public prefixes: {path} has more than {MAX_FILE_BYTES} bytes")
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        document = read_yaml(Path(path).read_bytes())
     except OSError as error:
         raise ConfigError(f"public prefixes: {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"public prefixes: {path} is no YAML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"public prefixes: {path} is {error}") from error
     if not isinstance(document, list) or not 1 <= len(document) <= MAX_PREFIXES:
         raise ConfigError(f"public prefixes: {path} must be a list of 1 to {MAX_PREFIXES}")
     prefixes = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -27,7 +27,8 @@ from router.metrics import RouterMetrics
 from router.native.index import make_index
 from router.registry import Registry
 from router.served_model import ServedModel, load_served_model
-from router.service import AdminService, RouterService
+from router.service import AdminService, GiveOrder, RouterService
+from router.shared_port import prefer_newest
 from router.status import StatusReader
 from router.telemetry import Telemetry, Tracer
 from router.tenants import load_tenants
@@ -37,6 +38,8 @@ LAST_WORD_S = 1.0
 """For a client to take in that its request was ended by a stop."""
 CALLS_PER_REQUEST, MAX_OTHER_CALLS = 2, 64
 """gRPC's own limit, of all calls together. So far above that of live requests that those are refused with a hint."""
+HANDSHAKE_S = 1.0
+"""For connections that began when this router was the one to take them: it listens so long after another took over."""
 SERVICES = tuple(router_pb2.DESCRIPTOR.services_by_name[name] for name in ("Router", "Admin"))
 ROUTER_SERVICE, ADMIN_SERVICE = (service.full_name for service in SERVICES)
 
@@ -47,10 +50,14 @@ class RouterServer:
     Health is SERVING exactly while at least one decode worker is ready.
     """
 
-    def __init__(self, config: RouterConfig, model: ServedModel | None = None) -> None:
-        """`model` is loaded from `config.model_path` by `start` unless it is given."""
+    def __init__(
+        self, config: RouterConfig, model: ServedModel | None = None, give_order: GiveOrder | None = None
+    ) -> None:
+        """`model` is loaded from `config.model_path` by `start` unless it is given. `give_order`: to whoever supervises
+        the cluster, if somebody does."""
         self._config = config
         self._model = model
+        self._give_order = give_order
         self._health = BoundedHealth()
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
@@ -61,6 +68,9 @@ class RouterServer:
         self._dispatcher: Dispatcher | None = None
         self._audit = AuditLog()
         self._tracer: Tracer | None = None
+        self._tls: ServerTls | None = None
+        self._ended: asyncio.Event | None = None
+        """Set when its end, once begun, is over."""
 
     @property
     def registry(self) -> Registry:
@@ -75,10 +85,17 @@ class RouterServer:
     async def start(self) -> str:
         """Serve; returns HOST:PORT of gRPC. Workers are connected in the background.
 
-        Raises `ModelError`, or `ConfigError` naming a file of keys, certificates or prefixes, or a port that is taken;
-        nothing stays open then.
+        Raises what `prepare` and `listen` raise; nothing stays open then.
         """
-        tls = load_server_tls(self._config)
+        await self.prepare()
+        return await self.listen()
+
+    async def prepare(self) -> None:
+        """All but listening; `registry` may connect to workers then. `stop` undoes it.
+
+        Raises `ModelError`, or `ConfigError` naming a file of keys, certificates or prefixes.
+        """
+        self._tls = load_server_tls(self._config)
         tenants = load_tenants(self._config.api_keys)
         audit = AuditLog(self._config.audit_log)
         model = self._model
@@ -101,26 +118,34 @@ class RouterServer:
         server = self._new_server()
         router_pb2_grpc.add_RouterServicer_to_server(RouterService(self._config, model, front), server)
         status = StatusReader(self._config, _version(), registry, dispatcher)
-        router_pb2_grpc.add_AdminServicer_to_server(AdminService(self._config, status, tenants, audit), server)
+        admin = AdminService(self._config, status, tenants, audit, self._give_order)
+        router_pb2_grpc.add_AdminServicer_to_server(admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
             (ROUTER_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
-        port = self._bind(server, tls)
+        self._registry, self._dispatcher, self._server, self._audit = registry, dispatcher, server, audit
         routes = Routes(self._config, model, registry, front, metrics)
         status_routes = StatusRoutes(model.name, tenants, status, dispatcher, metrics, audit)
-        http = HttpServer(self._config, tenants, metrics, routes, status_routes)
-        try:
-            self.http_address = await http.start(self._http_port(port), None if tls is None else tls.http)
-        except ConfigError:
-            await server.stop(0)
-            raise
-        self._registry, self._dispatcher, self._server, self._http = registry, dispatcher, server, http
-        self._audit = audit
+        self._http = HttpServer(self._config, tenants, metrics, routes, status_routes)
         registry.add_addresses(self._config.workers)
-        await self._set_health(ready=False)
+
+    async def listen(self) -> str:
+        """Returns HOST:PORT of gRPC. Raises `ConfigError` naming a port that is taken; then it is as after `stop`."""
+        assert self._server is not None, "it was not prepared"
+        assert self._http is not None, "both fronts are made together"
+        tls = self._tls
+        try:
+            port = self._bind(self._server, tls)
+            self.http_address = await self._http.start(self._http_port(port), None if tls is None else tls.http)
+        except ConfigError:
+            await self.stop(0.0)
+            raise
+        await self._set_health(ready=self.registry.is_ready())
         self._health_task = asyncio.create_task(self._follow_readiness(), name="router health")
-        await server.start()
+        await self._server.start()
+        if self._config.shares_ports:
+            prefer_newest(port, int(self.http_address.rpartition(":")[2]))
         return f"{self._config.host}:{port}"
 
     def _bind(self, server: grpc.aio.Server, tls: ServerTls | None) -> int:
@@ -134,32 +159,59 @@ class RouterServer:
         """Make the known workers exactly `addresses` (worker id to HOST:PORT). On the event loop."""
         self.registry.set_workers(addresses)
 
+    async def retire(self, grace_s: float) -> None:
+        """After another router listens on the same ports: like `stop`, and no connection is refused or reset by it.
+
+        Calls that come over open connections are served for `HANDSHAKE_S`; then gRPC tells its clients to go, and HTTP
+        does so with its next answer.
+        """
+        if self._server is None:
+            return
+        assert self._http is not None, "both fronts are made together"
+        self._http.hand_over()
+        await asyncio.sleep(HANDSHAKE_S)
+        await self._end(grace_s, self._http.drain)
+
     async def stop(self, grace_s: float) -> None:
         """Take no new calls, let the live ones finish within `grace_s`, end the rest, let go of the workers.
 
         What is ended is told so (`Draining`); a client that does not take that in `LAST_WORD_S` is cut off.
 
-        Idempotent. Afterwards no task and no connection is left.
+        Idempotent; of a router that retires already it is the shorter bound that counts. Afterwards no task and no
+        connection is left.
         """
+        if self._server is not None:
+            await self._health.enter_graceful_shutdown()
+            assert self._http is not None, "both fronts are made together"
+            await self._end(grace_s, self._http.stop)
+        elif self._ended is not None:
+            timer = self._end_calls_after(grace_s)
+            await self._ended.wait()
+            timer.cancel()
+
+    async def _end(self, grace_s: float, end_http: Callable[[float], Awaitable[None]]) -> None:
         server, self._server = self._server, None
-        if server is None:
+        if server is None:  # it was stopped while it waited
             return
-        await self._health.enter_graceful_shutdown()
+        self._ended = asyncio.Event()
         task, self._health_task = self._health_task, None
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
-        assert self._http is not None, "both fronts are started together"
         end_s = grace_s + LAST_WORD_S
-        error = Draining("the router is stopping")
-        timer = asyncio.get_running_loop().call_later(grace_s, self.dispatcher.admission.end_all, error)
-        await asyncio.gather(server.stop(end_s), self._http.stop(end_s))
+        timer = self._end_calls_after(grace_s)
+        await asyncio.gather(server.stop(end_s), end_http(end_s))
         timer.cancel()
         self.dispatcher.close()
         self._audit.close()
         await self.registry.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+        self._ended.set()
+
+    def _end_calls_after(self, grace_s: float) -> asyncio.TimerHandle:
+        error = Draining("the router is stopping")
+        return asyncio.get_running_loop().call_later(grace_s, self.dispatcher.admission.end_all, error)
 
     def _http_port(self, grpc_port: int) -> int:
         if self._config.http_port is not None:
@@ -171,7 +223,7 @@ class RouterServer:
         size = ("grpc.max_receive_message_length", config.max_request_bytes)
         return grpc.aio.server(
             interceptors=[RefuseMalformed(SERVICES)],
-            options=[*server_options(config.keepalive_s), size],
+            options=[*server_options(config.keepalive_s, shares_port=config.shares_ports), size],
             maximum_concurrent_rpcs=CALLS_PER_REQUEST * config.max_live_requests + MAX_OTHER_CALLS,
         )
 

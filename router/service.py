@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from kvrelay._status import abort_arguments, status_of
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router import validate
@@ -24,9 +24,13 @@ from router.tenants import Tenant, Tenants
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+GiveOrder: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
+"""Has whoever supervises the cluster carry an order out. Raises the `EngineError` with which it was refused."""
 DEFAULT_RECENT = 20
 REQUEST_ID_KEY = "x-request-id"
 """Metadata of a call of Admin, and of its answer: what the audit log names it by."""
+MAX_AUDIT_CHARS = 100
+"""Of what a client chose, in a line of the audit log."""
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
@@ -98,7 +102,16 @@ class RouterService(router_pb2_grpc.RouterServicer):
 class AdminService(router_pb2_grpc.AdminServicer):
     """Every method goes through `_audited`."""
 
-    def __init__(self, config: RouterConfig, status: StatusReader, tenants: Tenants, audit: AuditLog) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        status: StatusReader,
+        tenants: Tenants,
+        audit: AuditLog,
+        give_order: GiveOrder | None = None,
+    ) -> None:
+        """`give_order`: None if nobody supervises a cluster around this router."""
+        self._give_order = give_order
         self._config = config
         self._audit = audit
         self._tenants = tenants
@@ -107,6 +120,27 @@ class AdminService(router_pb2_grpc.AdminServicer):
     async def Status(self, request: router_pb2.StatusRequest, context: _Context) -> router_pb2.StatusResponse:
         async with self._audited("Status", context):
             return self._status.read()
+
+    async def Scale(self, request: router_pb2.ScaleRequest, context: _Context) -> router_pb2.ScaleResponse:
+        replicas = dict(request.replicas)
+        order = {"order": "scale", "replicas": replicas}
+        return router_pb2.ScaleResponse(change=await self._change(order, request.wait_ms, context))
+
+    async def Drain(self, request: router_pb2.DrainRequest, context: _Context) -> router_pb2.DrainResponse:
+        order = {"order": "drain", "worker": request.worker_id}
+        return router_pb2.DrainResponse(change=await self._change(order, request.wait_ms, context))
+
+    async def Flip(self, request: router_pb2.FlipRequest, context: _Context) -> router_pb2.FlipResponse:
+        order = {"order": "flip", "worker": request.worker_id}
+        return router_pb2.FlipResponse(change=await self._change(order, request.wait_ms, context))
+
+    async def _change(self, order: Mapping[str, Any], wait_ms: int, context: _Context) -> router_pb2.ClusterChange:
+        name, *told = map(_told, order.values())
+        async with self._audited(f"{name.capitalize()}({', '.join(told)})", context):
+            if self._give_order is None:
+                raise ConfigError("this router belongs to no cluster that it could change; `kvrelay up` starts one")
+            done = await self._give_order({**order, "wait_s": wait_ms / 1000})
+            return router_pb2.ClusterChange(changed=done["changed"], lines=done["lines"])
 
     @asynccontextmanager
     async def _audited(self, what: str, context: _Context) -> AsyncIterator[None]:
@@ -127,6 +161,11 @@ class AdminService(router_pb2_grpc.AdminServicer):
             self._audit.record(
                 request_id=request_id, identity=who, peer=context.peer(), call=f"Admin.{what}", result=outcome
             )
+
+
+def _told(value: Any) -> str:
+    """A part of an order, for the audit log: what a client chose is quoted, and no line of its own."""
+    return ascii(value)[:MAX_AUDIT_CHARS] if isinstance(value, dict) else ascii(str(value))[1:-1][:MAX_AUDIT_CHARS]
 
 
 def authorization_of(context: _Context) -> str | None:

@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from engine.errors import ConfigError, PermissionDenied, RequestError, Unauthenticated
 from engine.priority import MAX_PRIORITY, check_priority
+from engine.yaml_text import read_yaml
 
 MIN_SECRET_CHARS = 32
 MAX_TENANTS = 1000
@@ -99,10 +98,10 @@ def load_tenants(path: Path | str | None) -> Tenants:
     if not path:
         return Tenants()
     try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        document = read_yaml(Path(path).read_bytes())
     except OSError as error:
         raise ConfigError(f"API keys: {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except ValueError:
         raise ConfigError(f"API keys: {path} is no YAML") from None  # the cause would show lines of the file
     try:
         return Tenants(_read_document(document))

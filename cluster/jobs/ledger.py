@@ -91,7 +91,7 @@ class Ledger:
             try:
                 record = json.loads(text)
                 line, custom_id, error = record["line"], record["custom_id"], record["error"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ConfigError(f"line {number} of the output is no record of a batch") from None
             if type(line) is not int or line in self._done or not (custom_id is None or isinstance(custom_id, str)):
                 raise ConfigError(f"line {number} of the output is no record of a batch, or the second of its line")

@@ -333,6 +333,21 @@ class AdminStub(object):
                 request_serializer=kvrelay_dot_v1_dot_router__pb2.StatusRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_router__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/kvrelay.v1.Admin/Scale',
+                request_serializer=kvrelay_dot_v1_dot_router__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_router__pb2.ScaleResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvrelay.v1.Admin/Drain',
+                request_serializer=kvrelay_dot_v1_dot_router__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_router__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Flip = channel.unary_unary(
+                '/kvrelay.v1.Admin/Flip',
+                request_serializer=kvrelay_dot_v1_dot_router__pb2.FlipRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_router__pb2.FlipResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -345,6 +360,31 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """The next three change the cluster that the router belongs to; a router that belongs to none answers
+        FAILED_PRECONDITION, and so does a change that cannot be made, naming the field. What was begun goes on, whoever
+        goes away.
+
+        Has so many workers in each pool that is named.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Takes a worker out of service: its requests finish or go on elsewhere, and its pool has one worker less.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Flip(self, request, context):
+        """Drains a worker, and starts one of the other role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -352,6 +392,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=kvrelay_dot_v1_dot_router__pb2.StatusRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_router__pb2.StatusResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=kvrelay_dot_v1_dot_router__pb2.ScaleRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_router__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvrelay_dot_v1_dot_router__pb2.DrainRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_router__pb2.DrainResponse.SerializeToString,
+            ),
+            'Flip': grpc.unary_unary_rpc_method_handler(
+                    servicer.Flip,
+                    request_deserializer=kvrelay_dot_v1_dot_router__pb2.FlipRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_router__pb2.FlipResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -382,6 +437,87 @@ class Admin(object):
             '/kvrelay.v1.Admin/Status',
             kvrelay_dot_v1_dot_router__pb2.StatusRequest.SerializeToString,
             kvrelay_dot_v1_dot_router__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Admin/Scale',
+            kvrelay_dot_v1_dot_router__pb2.ScaleRequest.SerializeToString,
+            kvrelay_dot_v1_dot_router__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Admin/Drain',
+            kvrelay_dot_v1_dot_router__pb2.DrainRequest.SerializeToString,
+            kvrelay_dot_v1_dot_router__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Flip(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Admin/Flip',
+            kvrelay_dot_v1_dot_router__pb2.FlipRequest.SerializeToString,
+            kvrelay_dot_v1_dot_router__pb2.FlipResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -122,6 +122,17 @@ class AdminStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_router_pb2.StatusRequest, _router_pb2.StatusResponse]
+    Scale: _grpc.UnaryUnaryMultiCallable[_router_pb2.ScaleRequest, _router_pb2.ScaleResponse]
+    """The next three change the cluster that the router belongs to; a router that belongs to none answers
+    FAILED_PRECONDITION, and so does a change that cannot be made, naming the field. What was begun goes on, whoever
+    goes away.
+
+    Has so many workers in each pool that is named.
+    """
+    Drain: _grpc.UnaryUnaryMultiCallable[_router_pb2.DrainRequest, _router_pb2.DrainResponse]
+    """Takes a worker out of service: its requests finish or go on elsewhere, and its pool has one worker less."""
+    Flip: _grpc.UnaryUnaryMultiCallable[_router_pb2.FlipRequest, _router_pb2.FlipResponse]
+    """Drains a worker, and starts one of the other role."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -129,6 +140,17 @@ class AdminAsyncStub(AdminStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_router_pb2.StatusRequest, _router_pb2.StatusResponse]  # type: ignore[assignment]
+    Scale: _aio.UnaryUnaryMultiCallable[_router_pb2.ScaleRequest, _router_pb2.ScaleResponse]  # type: ignore[assignment]
+    """The next three change the cluster that the router belongs to; a router that belongs to none answers
+    FAILED_PRECONDITION, and so does a change that cannot be made, naming the field. What was begun goes on, whoever
+    goes away.
+
+    Has so many workers in each pool that is named.
+    """
+    Drain: _aio.UnaryUnaryMultiCallable[_router_pb2.DrainRequest, _router_pb2.DrainResponse]  # type: ignore[assignment]
+    """Takes a worker out of service: its requests finish or go on elsewhere, and its pool has one worker less."""
+    Flip: _aio.UnaryUnaryMultiCallable[_router_pb2.FlipRequest, _router_pb2.FlipResponse]  # type: ignore[assignment]
+    """Drains a worker, and starts one of the other role."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """What operators call."""
@@ -139,5 +161,34 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.StatusResponse, _abc.Awaitable[_router_pb2.StatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _router_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ScaleResponse, _abc.Awaitable[_router_pb2.ScaleResponse]]:
+        """The next three change the cluster that the router belongs to; a router that belongs to none answers
+        FAILED_PRECONDITION, and so does a change that cannot be made, naming the field. What was begun goes on, whoever
+        goes away.
+
+        Has so many workers in each pool that is named.
+        """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _router_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.DrainResponse, _abc.Awaitable[_router_pb2.DrainResponse]]:
+        """Takes a worker out of service: its requests finish or go on elsewhere, and its pool has one worker less."""
+
+    @_abc_1.abstractmethod
+    def Flip(
+        self,
+        request: _router_pb2.FlipRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.FlipResponse, _abc.Awaitable[_router_pb2.FlipResponse]]:
+        """Drains a worker, and starts one of the other role."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

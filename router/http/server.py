@@ -27,6 +27,10 @@ CLOSE_S = 1.0
 """For connections without a call to close."""
 KEEPALIVE_S = 75.0
 """For the next request on a connection; aiohttp's own default is an hour."""
+QUIET_S = 2.0
+"""A router that another one took over from closes connections when none of them has brought a call for so long."""
+POLL_S = 0.05
+"""Between two looks at who is still connected: aiohttp tells nobody."""
 MAX_HEADER_BYTES = 8190
 """Of each header and of the request line; there may be 128."""
 MAX_REFUSED = 64
@@ -72,9 +76,12 @@ class HttpServer:
         """Connections that have brought no request yet, and when their time is over."""
         self._refused: dict[Refusal, None] = {}
         """Beyond the limit, oldest first."""
+        self._hands_over = False
+        self._called_at = 0.0
+        """When the last call ended; on the event loop's clock."""
         self._listener: asyncio.Server | None = None
         app = web.Application(middlewares=[self._answer_errors], client_max_size=config.max_request_bytes)
-        app.on_response_prepare.append(_add_headers)
+        app.on_response_prepare.append(self._add_headers)
         routes.add_to(app)
         status.add_to(app)
         self._of_connections: dict[str, Any] = {
@@ -91,11 +98,33 @@ class HttpServer:
         await self._runner.setup()
         host = self._config.host
         try:
-            self._listener = await asyncio.get_running_loop().create_server(self._connection, host, port, ssl=tls)
+            self._listener = await asyncio.get_running_loop().create_server(
+                self._connection, host, port, ssl=tls, reuse_port=self._config.shares_ports or None
+            )
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(f"cannot listen for HTTP on {host}:{port}: {error.strerror}") from error
         return f"{host}:{self._listener.sockets[0].getsockname()[1]}"
+
+    def hand_over(self) -> None:
+        """Each connection's next answer is its last: clients come back to the router that listens now."""
+        self._hands_over = True
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no new connections, and stop once those that are open are gone or bring nothing for `QUIET_S`.
+
+        To close one at once would fail the call that is on its way. After `grace_s` it is `stop`.
+        """
+        loop = asyncio.get_running_loop()
+        over = loop.time() + grace_s
+        self._called_at = loop.time()
+        if self._listener is not None:
+            self._listener.close()
+        while loop.time() < over and self._runner.server is not None and self._runner.server.connections:
+            if not self._calls and loop.time() >= self._called_at + QUIET_S:
+                break
+            await asyncio.sleep(POLL_S)
+        await self.stop(max(0.0, over - loop.time()))
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, let live calls finish within `grace_s`, end the rest."""
@@ -154,6 +183,7 @@ class HttpServer:
             return response
         finally:
             self._calls.discard(task)
+            self._called_at = asyncio.get_running_loop().time()
 
     async def _answer(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -170,8 +200,10 @@ class HttpServer:
             logger.exception("%s %s", request.method, request.path)
             return fault_response()
 
-
-async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """To every answer, those of refusals and streams too."""
-    response.headers[REQUEST_ID] = request_id_of(request)
-    response.headers["Server"] = _SERVER
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """To every answer, those of refusals and streams too."""
+        response.headers[REQUEST_ID] = request_id_of(request)
+        response.headers["Server"] = _SERVER
+        if self._hands_over:
+            response.force_close()
+            response.headers["Connection"] = "close"

@@ -36,7 +36,9 @@ SPECS = {
                 gpu_memory_utilization=0.5,
             ),
         ),
-        router=RouterSpec(port=8700, http_port=8080, public_prefixes="prefixes.yaml"),
+        router=RouterSpec(
+            port=8700, http_port=8080, public_prefixes="prefixes.yaml", tls_cert="a.pem", tls_key="a.key"
+        ),
         supervision=SupervisionSpec(drain_s=0.25, worker_drain_s=90),
         deploy=DeploySpec(
             image="registry.example/kvrelay:cuda",
@@ -46,7 +48,10 @@ SPECS = {
             decode=PodSpec(gpus=2),
         ),
     ),
-    "decode only": ClusterSpec(pools=PoolsSpec(prefill=PoolSpec(replicas=0), decode=PoolSpec(replicas=3))),
+    "decode only": ClusterSpec(
+        pools=PoolsSpec(prefill=PoolSpec(replicas=0), decode=PoolSpec(replicas=3, min_replicas=1, max_replicas=4)),
+        router=RouterSpec(tls_cert="a.pem", tls_key="a.key", tls_client_ca="ca.pem"),
+    ),
 }
 
 
@@ -86,7 +91,6 @@ def test_the_chart_makes_the_objects_of_the_spec(spec: ClusterSpec, helm: Module
     ("values", "message"),
     [
         ({"router": {"port": 0}}, "spec.router.port"),
-        ({"router": {"tls_cert": "a"}}, "tls_cert"),
         ({"pools": {"decode": {"num_blocks_override": 9}}}, "pools.decode.num_blocks_override"),
         ({"pools": {"decode": {"device": "cuda"}}}, "deploy.decode.gpus must be at least 1"),
         ({"deploy": {"decode": {"gpus": 1}}}, "deploy.decode.gpus for workers that compute on CPUs"),

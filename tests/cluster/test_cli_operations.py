@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from fake_router import running_fake_router
 
 from cluster import cli, state
 from cluster.config import control_path, make_private
@@ -105,6 +106,20 @@ def test_apply_sends_the_whole_spec_of_the_file(played: PlayedCluster, tmp_path:
     (order,) = played.orders
     assert (order["order"], order["dry_run"]) == ("apply", True)
     assert json.loads(order["spec"])["pools"]["decode"]["replicas"] == 3
+
+
+def test_restart_orders_another_router_and_must_be_told_what(played: PlayedCluster) -> None:
+    assert kvrelay("restart", "--router", "--wait", "3").exit_code == 0
+    assert played.orders == [{"order": "restart", "wait_s": 3.0}]
+    assert "Missing option '--router'" in kvrelay("restart").stderr
+
+
+def test_an_order_to_a_router_goes_over_it_and_not_to_the_cluster_here(played: PlayedCluster) -> None:
+    with running_fake_router() as router:
+        for order in (("scale", "decode=2"), ("drain", "decode-1"), ("flip", "decode-1")):
+            result = kvrelay(*order, "--router", router.address)
+            assert (result.exit_code, result.stdout) == (0, f"{order[0]} is under way\n")
+    assert played.orders == []
 
 
 @pytest.mark.parametrize("command", ["drain", "flip"])

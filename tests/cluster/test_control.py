@@ -53,7 +53,7 @@ async def test_only_its_user_may_open_the_socket_and_it_goes_with_the_cluster(tm
         await send_order(path, {"order": "work"})
 
 
-@pytest.mark.parametrize("line", [b"no json\n", b"[1]\n", b"{}\n"])
+@pytest.mark.parametrize("line", [b"no json\n", b"[1]\n", b"{}\n", b"\xff\n", b"[" * 100_000 + b"\n"])
 async def test_what_is_no_order_is_answered_so(tmp_path: Path, line: bytes) -> None:
     async with serve_orders(tmp_path / "s", obey):
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))

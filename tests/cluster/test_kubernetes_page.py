@@ -16,7 +16,7 @@ from doc_commands import parse_kvrelay, shell_commands
 
 from cluster.deploy_spec import DeploySpec
 from cluster.manifests import manifests
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, RouterSpec
 from cluster.spec_file import load_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,12 +60,14 @@ def test_kubectl_knows_every_flag(command: str) -> None:
 
 def test_the_secrets_that_it_makes_are_those_that_the_objects_name() -> None:
     made = {words[4]: words[5] for words in map(str.split, COMMANDS) if words[1:4] == ["create", "secret", "generic"]}
-    named = set(re.findall(r"kvrelay-default-[\w-]*key[\w-]*", str(OBJECTS)))
+    with_tls = manifests(ClusterSpec(router=RouterSpec(tls_cert="a", tls_key="b")))
+    named = set(re.findall(r"kvrelay-default-(?:[\w-]*key[\w-]*|tls\b)", str(with_tls)))
     assert set(made) == named
     assert [made[name].partition("=")[2].partition("=")[0] for name in sorted(made)] == [
         "api-keys.yaml",
         "cluster-key",
         "api-key",
+        "tls.crt",
     ]
 
 

@@ -11,6 +11,7 @@ import kubernetes_schemas
 import pytest
 import yaml
 from click.testing import CliRunner
+from doc_commands import parse_kvrelay
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jsonschema import ValidationError
@@ -51,7 +52,13 @@ SPECS = {
             decode=PodSpec(gpus=2),
         ),
     ),
-    "decode only": ClusterSpec(pools=PoolsSpec(prefill=PoolSpec(replicas=0), decode=PoolSpec(replicas=3))),
+    "decode only": ClusterSpec(
+        pools=PoolsSpec(prefill=PoolSpec(replicas=0), decode=PoolSpec(replicas=3, min_replicas=1, max_replicas=4))
+    ),
+    "tls": ClusterSpec(router=RouterSpec(tls_cert="here/a.pem", tls_key="here/a.key")),
+    "mutual tls": ClusterSpec(
+        router=RouterSpec(tls_cert="here/a.pem", tls_key="here/a.key", tls_client_ca="here/ca.pem")
+    ),
 }
 
 
@@ -107,7 +114,8 @@ def test_each_pool_is_a_group_with_a_pod_for_each_worker(spec: ClusterSpec) -> N
     groups = {group["groupName"]: group for group in ray_cluster(spec)["workerGroupSpecs"]}
     assert set(groups) == {role for role in ROLES if spec.pool(role).replicas}
     for role, group in groups.items():
-        assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == spec.pool(role).replicas
+        assert (group["minReplicas"], group["maxReplicas"]) == spec.pool(role).replica_range
+        assert group["replicas"] == spec.pool(role).replicas
         assert group["resources"][f"kvrelay_{role}"] == "1"
         assert group["resources"]["CPU"] == str(spec.pool(role).num_threads)
 
@@ -247,6 +255,25 @@ def test_no_secret_is_written_and_those_that_are_named_are_mounted_or_read() -> 
     assert secrets == {"kvrelay-default-api-keys", "kvrelay-default-cluster-key"}
 
 
+@pytest.mark.parametrize("name", ["tls", "mutual tls"])
+def test_with_tls_the_secret_is_where_the_router_reads_it_and_whoever_asks_it_speaks_tls(name: str) -> None:
+    spec = SPECS[name]
+    inner, head = in_cluster(spec).router, pods(spec)["head"]
+    (folder,) = [each["mountPath"] for each in containers(spec)["ray-head"]["volumeMounts"] if each["name"] == "tls"]
+    (volume,) = [each["secret"]["secretName"] for each in head["volumes"] if each["name"] == "tls"]
+    assert (inner.tls_cert, inner.tls_key) == (f"{folder}/tls.crt", f"{folder}/tls.key")
+    assert inner.tls_client_ca == (f"{folder}/ca.crt" if spec.router.tls_client_ca else "")
+    found = objects(spec)
+    (scrape,) = found["PodMonitor", "kvrelay-default"]["spec"]["podMetricsEndpoints"]
+    assert (scrape["scheme"], scrape["tlsConfig"]["ca"]["secret"]["name"]) == ("https", volume)
+    assert ("keySecret" in scrape["tlsConfig"]) == bool(spec.router.tls_client_ca)
+    probe = containers(spec)["supervisor"]["readinessProbe"]
+    assert probe.get("httpGet", {}).get("scheme") == (None if spec.router.tls_client_ca else "HTTPS")
+    job = found["RayJob", "kvrelay-default-hello"]["spec"]["entrypoint"]
+    assert f"--tls-ca {folder}/ca.crt" in job
+    assert parse_kvrelay(job).info_name == "generate"
+
+
 def test_every_container_runs_without_rights() -> None:
     for pod in pods(ClusterSpec()).values():
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -264,7 +291,6 @@ def test_the_router_of_a_cluster_always_asks_for_keys() -> None:
     [
         (ClusterSpec(router=RouterSpec(port=0)), "router.port"),
         (ClusterSpec(router=RouterSpec(http_port=0)), "router.http_port"),
-        (ClusterSpec(router=RouterSpec(tls_cert="a", tls_key="b")), "router.tls_cert"),
         (ClusterSpec(pools=PoolsSpec(decode=PoolSpec(num_blocks_override=64))), "pools.decode.num_blocks_override"),
         (ClusterSpec(pools=PoolsSpec(decode=PoolSpec(device="cuda"))), "deploy.decode.gpus must be at least 1"),
         (ClusterSpec(deploy=DeploySpec(prefill=PodSpec(gpus=1))), "deploy.prefill.gpus: 1 for workers that compute"),

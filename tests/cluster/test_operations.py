@@ -30,12 +30,17 @@ class FakeCluster:
         self.told = asyncio.Event()
         self.operations = Operations(SPEC, self, self._check, self.used.append)
         self.is_as_wanted = True
+        self.lags = False
         self.phases = dict.fromkeys((ROUTER_ID, *WORKERS), Phase.READY)
         self._becomes(None)
 
     def change(self, desired: DesiredChanged) -> None:
         self.asked.append(desired)
-        self._becomes(desired)
+        if not self.lags:
+            self._becomes(desired)
+
+    def catch_up(self) -> None:
+        self._becomes(self.asked[-1])
 
     def _becomes(self, desired: DesiredChanged | None) -> None:
         report = ReadyReport("a", "i", None)
@@ -101,8 +106,88 @@ async def test_scale_changes_the_number_of_workers_alone(cluster: FakeCluster) -
     assert cluster.operations.spec == resized(prefill=2, decode=1)
     with pytest.raises(ConfigError, match="'cache' is no pool; pools are prefill and decode"):
         await cluster.order("scale", replicas={"cache": 2})
+    with pytest.raises(ConfigError, match="'decode': replicas must be an integer, got 'True'"):
+        await cluster.order("scale", replicas={"decode": True})
     with pytest.raises(ConfigError, match="replicas must be in"):
         await cluster.order("scale", replicas={"prefill": 1000})
+
+
+async def test_a_pool_with_a_range_is_scaled_within_it_by_every_order(cluster: FakeCluster) -> None:
+    pools = {"prefill": SPEC.pools.prefill, "decode": PoolSpec(replicas=2, min_replicas=2, max_replicas=4)}
+    ranged = replace(SPEC, pools=PoolsSpec(**pools))
+    told = await cluster.apply(ranged)
+    assert told["lines"] == [
+        "pools.decode.min_replicas none -> 2: at once",
+        "pools.decode.max_replicas none -> 4: at once",
+    ]
+    await cluster.order("scale", replicas={"decode": 4})
+    for count in (1, 5):
+        with pytest.raises(
+            ConfigError, match=r"decode: replicas must be in \[2, 4\], min_replicas to max_replicas, got"
+        ):
+            await cluster.order("scale", replicas={"decode": count})
+    await cluster.order("scale", replicas={"decode": 2})
+    for name in ("drain", "flip"):
+        with pytest.raises(ConfigError, match=r"decode: replicas must be in \[2, 4\].*got 1"):
+            await cluster.order(name, worker="decode-1")
+    assert cluster.operations.spec == ranged
+
+
+async def test_an_order_is_judged_by_what_the_one_before_it_made_of_the_cluster(cluster: FakeCluster) -> None:
+    await cluster.order("scale", replicas={"decode": 3})
+    cluster.lags = True
+    first = asyncio.create_task(cluster.order("drain", 0.0, worker="decode-1"))
+    second = asyncio.create_task(cluster.order("drain", 0.0, worker="decode-1"))
+    await first
+    assert not second.done()
+    cluster.phases["decode-1"] = Phase.DRAINING
+    cluster.catch_up()
+    with pytest.raises(ConfigError, match="decode-1 is draining already"):
+        await second
+    assert cluster.operations.spec.pools.decode.replicas == 2
+
+
+async def test_the_same_spec_applied_twice_at_once_is_done_for_both(cluster: FakeCluster) -> None:
+    cluster.is_as_wanted = False
+    both = [asyncio.create_task(cluster.apply(resized(decode=3))) for _ in range(2)]
+    async with asyncio.timeout(5):
+        await cluster.told.wait()
+    cluster.is_as_wanted = True
+    cluster.catch_up()
+    assert [told["changed"] for told in await asyncio.gather(*both)] == [True, False]
+
+
+async def test_a_restart_of_the_router_changes_its_revision_and_nothing_else(cluster: FakeCluster) -> None:
+    await cluster.order("restart")
+    await cluster.order("restart")
+    first, second = cluster.asked
+    assert first.router != second.router
+    assert first.pools == second.pools
+    assert cluster.operations.spec == SPEC
+
+
+async def test_a_flip_goes_on_when_its_time_is_up_and_scaling_meanwhile_ends_it_with_the_reason(
+    cluster: FakeCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.is_as_wanted = False
+    with pytest.raises(DeadlineExceeded, match="it goes on"):
+        await cluster.order("flip", wait_s=0.01, worker="decode-1")
+    assert len(cluster.asked) == 1
+    cluster.is_as_wanted = True
+    cluster.catch_up()
+    while len(cluster.asked) < 2:  # noqa: ASYNC110  # nobody tells
+        await asyncio.sleep(0)
+    assert cluster.operations.spec == resized(prefill=2, decode=1)
+
+    cluster.is_as_wanted = False
+    flip = asyncio.create_task(cluster.order("flip", worker="prefill-0"))
+    while len(cluster.asked) < 3:  # noqa: ASYNC110  # nobody tells
+        await asyncio.sleep(0)
+    await cluster.order("scale", wait_s=0.0, replicas={"decode": 2})
+    with pytest.raises(UnavailableError, match="prefill-0 is taken away, and no decode worker was started: another"):
+        await flip
+    assert cluster.operations.spec == resized(prefill=1, decode=2)
+    await cluster.operations.close()
 
 
 async def test_drain_names_the_worker_and_makes_its_pool_smaller(cluster: FakeCluster) -> None:

@@ -19,6 +19,7 @@ from bench.operations import (
     node_drain,
     node_kill,
     rolling_restart,
+    router_restart,
     scale_up_and_down,
 )
 from bench.ray_nodes import node_environment, ray_nodes
@@ -46,10 +47,11 @@ async def test_no_request_fails_and_no_token_differs_while_pools_change_and_a_no
     async with joined(cluster) as answers:
         scaled = await scale_up_and_down(cluster, answers, "decode")
         restarted = await rolling_restart(cluster, answers, max_num_seqs=32)
+        over_grpc, over_http = await router_restart(cluster, answers, restarts=1)
         drained = await node_drain(cluster, answers)
         killed, seen_s = await node_kill(cluster, answers)
 
-    for result in (scaled, restarted, drained, killed):
+    for result in (scaled, restarted, over_grpc, over_http, drained, killed):
         assert (result.errors, result.wrong) == ([], 0)
         assert result.finished > 0
     assert killed.resumed > 0

@@ -20,8 +20,10 @@ from cluster.events import (
     Phase,
     PoolWanted,
     PublishWorkers,
+    RetireRouter,
     StartActor,
     StopActor,
+    StopRequested,
     WorkerDrained,
     WorkersConnected,
 )
@@ -31,10 +33,11 @@ from cluster.spec import SupervisionSpec
 LIMITS = SupervisionSpec(start_timeout_s=100.0, worker_drain_s=30.0, backoff_min_s=1.0, backoff_max_s=8.0)
 
 
-def wanted(prefill: int, decode: int, revision: str = "a", take_away: str = "") -> DesiredChanged:
-    return DesiredChanged(
-        {"prefill": PoolWanted(prefill, revision), "decode": PoolWanted(decode, revision)}, LIMITS, take_away
-    )
+def wanted(
+    prefill: int, decode: int, revision: str = "a", take_away: str = "", router: str | None = None
+) -> DesiredChanged:
+    pools = {"prefill": PoolWanted(prefill, revision), "decode": PoolWanted(decode, revision)}
+    return DesiredChanged(pools, LIMITS, take_away, router)
 
 
 @dataclass
@@ -48,6 +51,8 @@ class World:
     revisions: dict[str, str] = field(default_factory=dict)
     published: PublishWorkers | None = None
     pending: list[Event] = field(default_factory=list)
+    old_routers: set[int] = field(default_factory=set)
+    """Attempts: that are to take over, or were taken over from."""
 
     @classmethod
     def up(cls, prefill: int = 1, decode: int = 1) -> World:
@@ -59,10 +64,17 @@ class World:
     def carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case StartActor(member_id, attempt, _):
+                case StartActor(member_id, attempt, _, takes_over):
+                    if takes_over is not None:
+                        assert member_id == ROUTER_ID
+                        assert not self.old_routers, "three routers"
+                        self.old_routers.add(self.live.pop(ROUTER_ID))
                     assert member_id not in self.live, f"two live actors of {member_id}"
                     self.live[member_id], self.revisions[member_id] = attempt, self.revision
                     self.pending.append(ActorReady(member_id, attempt, f"{member_id}:{attempt}"))
+                case RetireRouter(member_id, attempt):
+                    assert attempt in self.old_routers
+                    self.pending.append(ActorDied(member_id, attempt, "stopped"))
                 case StopActor(member_id, attempt) | KillActor(member_id, attempt):
                     assert self.live[member_id] == attempt
                     assert self.published is None or member_id not in self.published.addresses, "stopped before its end"
@@ -79,9 +91,14 @@ class World:
         if isinstance(event, DesiredChanged):
             self.revision = str(event.pools["decode"].revision)
         if isinstance(event, ActorDied):
-            if self.live.get(event.member_id) != event.attempt:
+            if event.member_id == ROUTER_ID and event.attempt in self.old_routers:
+                self.old_routers.remove(event.attempt)
+            elif self.live.get(event.member_id) != event.attempt:
                 return
-            del self.live[event.member_id]
+            else:
+                del self.live[event.member_id]
+                if event.member_id == ROUTER_ID and self.old_routers:  # it never took over
+                    self.live[ROUTER_ID] = self.old_routers.pop()
         self.carry_out(self.reconciler.handle(event, self.now))
         self.reconciler.check_integrity()
 
@@ -243,13 +260,64 @@ def test_without_a_router_there_is_nothing_to_drain() -> None:
     assert world.reconciler.handle(wanted(1, 1), 1.0) == [StopActor("decode-1", 1)]
 
 
+def test_another_router_starts_beside_the_one_that_serves_and_takes_over_once_it_does() -> None:
+    world = World.up()
+    told = world.reconciler.handle(wanted(1, 1, router="b"), 0.0)
+    workers = PublishWorkers({"prefill-0": "prefill-0:1", "decode-0": "decode-0:1"})
+    assert told == [StartActor(ROUTER_ID, 2, ROUTER_ID, workers)]
+    assert [view.member_id for view in world.reconciler.views()][-1] == "router-next"
+    assert not world.reconciler.settled
+
+    assert world.reconciler.handle(ActorReady(ROUTER_ID, 2, "router:2"), 1.0) == [RetireRouter(ROUTER_ID, 1), workers]
+    assert [view.member_id for view in world.reconciler.views()][-1] == "router-old"
+    world.reconciler.handle(WorkersConnected(workers), 1.0)
+    assert not world.reconciler.settled
+    assert world.reconciler.handle(ActorDied(ROUTER_ID, 1, "stopped"), 2.0) == []
+    assert world.reconciler.settled
+
+
+def test_a_router_that_dies_is_succeeded_by_the_one_that_was_to_take_over() -> None:
+    world = World.up()
+    world.give(wanted(1, 1, router="b"))
+    world.give(ActorDied(ROUTER_ID, 1, "crash"))
+    world.published = None
+    world.settle()
+    assert world.live[ROUTER_ID] == 2
+    assert world.serving() == {"prefill-0", "decode-0"}
+
+
+def test_workers_and_router_are_not_replaced_at_the_same_time() -> None:
+    world = World.up()
+    world.give(wanted(1, 1, "b", router="b"))
+    while world.pending:
+        assert not (world.old_routers and len(world.workers()) > 2)
+        world.happen()
+    assert world.reconciler.settled
+    assert world.live[ROUTER_ID] == 2
+
+
+def test_a_stop_while_a_router_takes_over_ends_all_three() -> None:
+    world = World.up()
+    world.reconciler.handle(wanted(1, 1, router="b"), 0.0)
+    world.reconciler.handle(ActorReady(ROUTER_ID, 2, "router:2"), 1.0)
+    told = world.reconciler.handle(StopRequested(), 1.0)
+    assert told == [StopActor(ROUTER_ID, 1), StopActor(ROUTER_ID, 2)]
+    assert world.reconciler.handle(ActorDied(ROUTER_ID, 2, "stopped"), 1.0) == []
+    told = world.reconciler.handle(ActorDied(ROUTER_ID, 1, "stopped"), 1.0)
+    assert told == [StopActor("prefill-0", 1), StopActor("decode-0", 1)]
+
+
 @settings(max_examples=300, deadline=None)
 @given(
-    orders=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.sampled_from("abc")), min_size=1, max_size=4),
+    orders=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 3), st.sampled_from("abc"), st.just(""), st.sampled_from("xy")),
+        min_size=1,
+        max_size=4,
+    ),
     steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), max_size=40),
 )
 def test_whatever_happens_on_the_way_it_becomes_as_wanted_and_stays_so(
-    orders: list[tuple[int, int, str]], steps: list[tuple[int, int]]
+    orders: list[tuple[int, int, str, str, str]], steps: list[tuple[int, int]]
 ) -> None:
     """Events come in any order, workers die at any moment, and new orders come in the middle."""
     world, left = World.up(), list(orders)
@@ -263,6 +331,9 @@ def test_whatever_happens_on_the_way_it_becomes_as_wanted_and_stays_so(
                 world.published = None
         elif kind == 2:
             world.pass_time(float(number))
+        elif kind == 4 and world.old_routers:
+            world.give(ActorDied(ROUTER_ID, min(world.old_routers), "crash"))
+            world.published = None
         elif kind == 3 and world.workers():
             name = sorted(world.workers())[number % len(world.workers())]
             world.give(MemberMustMove(name, world.live[name]))
@@ -272,11 +343,12 @@ def test_whatever_happens_on_the_way_it_becomes_as_wanted_and_stays_so(
     world.give(wanted(*last))
     world.settle()
 
-    prefill, decode, revision = last
+    prefill, decode, revision, _, _ = last
     assert sum(name.startswith("prefill") for name in world.workers()) == prefill
     assert sum(name.startswith("decode") for name in world.workers()) == decode
     assert {world.revisions[name] for name in world.workers()} == {revision}
     assert world.serving() == world.workers()
+    assert (ROUTER_ID in world.live, world.old_routers) == (True, set())
     assert world.reconciler.handle(wanted(*last), world.now) == []
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,17 @@ def test_an_empty_file_is_the_default_spec() -> None:
         ("pools:\n  prefill:\n    tensor_parallel_size: 4\n",
          "c.yaml:3: pools.prefill: tensor_parallel_size 4 is not supported yet: a worker runs on one device "
          "(tensor_parallel_size 1); for more throughput add workers"),
+        ("pools:\n  decode:\n    min_replicas: 2\n    max_replicas: 4\n    replicas: 1\n",
+         "c.yaml:5: pools.decode: replicas must be in [2, 4], min_replicas to max_replicas, got 1"),
+        ("pools:\n  decode:\n    min_replicas: 1\n",
+         "c.yaml:3: pools.decode: min_replicas needs max_replicas beside it"),
+        ("pools:\n  decode:\n    min_replicas: 3\n    max_replicas: 2\n",
+         "c.yaml:4: pools.decode: max_replicas must be in [min_replicas, 256], got 2 and 3"),
+        ("pools: {decode: {min_replicas: 0, max_replicas: 2}}\n",
+         "c.yaml:1: pools: decode: min_replicas must be at least 1: every request ends on a decode worker"),
+        ("pools:\n  decode:\n    ray_labels: zone=a,zone=b\n",
+         "c.yaml:3: pools.decode: ray_labels must be NAME=VALUE, several with commas, each name once, "
+         "got 'zone=a,zone=b'"),
         ("pools: {decode: {replicas: 0}}\n",
          "c.yaml:1: pools: decode: replicas must be at least 1: every request ends on a decode worker"),
         ("pools:\n  prefill: {block_size: 32}\n",
@@ -91,7 +103,18 @@ def test_an_empty_file_is_the_default_spec() -> None:
         ("name: Big Cluster\n", "c.yaml:1: name must be 1 to 32 of a-z, 0-9 and inner dashes, got 'Big Cluster'"),
         ("dtype: int4\n", "c.yaml:1: dtype must be one of ['bfloat16', 'float16', 'float32'], got 'int4'"),
         ("ray: {address: here}\n", "c.yaml:1: ray: address must be local, auto or HOST:PORT, got 'here'"),
-        ("supervision:\n  drain_s: .nan\n", "c.yaml:2: supervision: drain_s must be at least 0, got nan"),
+        ("supervision:\n  drain_s: .nan\n", "c.yaml:2: supervision.drain_s: a number must be finite, got '.nan'"),
+        ("supervision:\n  drain_s: .inf\n", "c.yaml:2: supervision.drain_s: a number must be finite, got '.inf'"),
+        ("ray: {helpers: !!bool maybe}\n", "c.yaml:1: ray.helpers: expected true or false, got 'maybe'"),
+        ("name: !!timestamp x\n", "c.yaml:1: name: expected text, got 'x'"),
+        ("router: {port: !!int ''}\n", "c.yaml:1: router.port: expected an integer, got nothing"),
+        ("? [a]\n: 1\n", "c.yaml:1: a list: unknown field; known are "
+         + ", ".join(field.name for field in dataclasses.fields(ClusterSpec))),
+        ("pools:\n\tdecode: {}\n",
+         "c.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
+        ("pools: &a {prefill: *a}\n", "c.yaml:1: pools.prefill.prefill: unknown field; known are "
+         + ", ".join(field.name for field in dataclasses.fields(PoolSpec))),
+        ("{a: " * 20000, "c.yaml: not valid YAML: maximum recursion depth exceeded"),
         ("name: 2001-99-99\n", "c.yaml:1: name: expected text, got '2001-99-99'"),
         ("name: !!python/object:os.system x\n", "c.yaml:1: name: expected text, got 'x'"),
     ],

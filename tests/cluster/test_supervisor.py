@@ -8,7 +8,7 @@ from fake_host import LIMITS, WORKERS, FakeHost, desired, running
 
 from cluster import supervisor as supervisor_module
 from cluster.events import ROUTER_ID
-from engine.errors import ModelError, UnavailableError
+from engine.errors import ConfigError, ModelError, UnavailableError
 
 
 async def test_a_cluster_is_ready_when_the_router_has_every_worker() -> None:
@@ -218,6 +218,43 @@ async def test_a_new_worker_that_the_router_refuses_is_told_and_stops_nothing() 
         assert watched.snapshots[-1].trouble == host.not_connected
         assert not watched.snapshots[-1].settled
         assert len(host.alive) == 4
+
+
+async def test_another_router_serves_before_the_one_before_ends_which_finishes_what_it_has() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        host.nothing_runs.clear()
+        watched.supervisor.change(desired(router="b"))
+        await watched.ready(router=2)
+        first, second = host.actors[ROUTER_ID]
+        assert second.workers == {"prefill-0": "prefill-0:1", "decode-0": "decode-0:1"}
+        async with asyncio.timeout(10):
+            while not host.retired:  # noqa: ASYNC110  # nobody tells
+                await asyncio.sleep(0)
+        assert (host.retired, first.alive) == ([("router:1", LIMITS.worker_drain_s)], True)
+        assert watched.snapshots[-1].router_address == "router:2"
+
+        host.nothing_runs.set()
+        await watched.settled()
+        assert (first.alive, second.alive, host.stops) == (False, True, [])
+
+
+async def test_a_router_that_cannot_take_over_leaves_the_one_that_serves_alone() -> None:
+    host = FakeHost()
+    async with running(host) as watched:
+        await watched.ready(router=1)
+        host.fails_with[ROUTER_ID] = ConfigError("API keys: no file")
+        watched.supervisor.change(desired(router="b"))
+        async with asyncio.timeout(10):
+            while len(host.actors[ROUTER_ID]) < 3:
+                await watched.told()
+        assert watched.snapshots[-1].router_address == "router:1"
+        assert {member.view.last_reason for member in watched.snapshots[-1].members} >= {"", "API keys: no file"}
+        watched.supervisor.change(desired())
+        await watched.settled()
+        assert host.actors[ROUTER_ID][0].alive
+        assert len(host.alive) == 3 - 1  # `alive` looks at the last of each
 
 
 async def test_no_task_is_left_however_the_run_ends() -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from cluster.events import DesiredChanged, PoolWanted
+from cluster.events import DesiredChanged, PoolWanted, PublishWorkers
 from cluster.host import ActorLost, Handle, ReadyReport
 from cluster.spec import SupervisionSpec
 from cluster.supervisor import Snapshot, Supervisor
@@ -20,8 +20,11 @@ LIMITS = SupervisionSpec(
 )
 
 
-def desired(prefill: int = 1, decode: int = 1, limits: SupervisionSpec = LIMITS) -> DesiredChanged:
-    return DesiredChanged({"prefill": PoolWanted(prefill, "a"), "decode": PoolWanted(decode, "a")}, limits)
+def desired(
+    prefill: int = 1, decode: int = 1, limits: SupervisionSpec = LIMITS, router: str | None = None
+) -> DesiredChanged:
+    pools = {"prefill": PoolWanted(prefill, "a"), "decode": PoolWanted(decode, "a")}
+    return DesiredChanged(pools, limits, router=router)
 
 
 class FakeActor:
@@ -79,6 +82,11 @@ class FakeActor:
         self._host.stops.append(self.member_id)
         self.stopped = True
 
+    async def retire(self, drain_s: float) -> None:
+        self._host.retired.append((self.address, drain_s))
+        await self._host.nothing_runs.wait()
+        self.stopped = True
+
     async def set_workers(self, addresses: Mapping[str, str], draining: frozenset[str], timeout_s: float) -> str:
         self.workers = {worker_id: address for worker_id, address in addresses.items() if worker_id not in draining}
         return self._host.not_connected
@@ -99,6 +107,7 @@ class FakeHost:
     def __init__(self) -> None:
         self.actors: dict[str, list[FakeActor]] = {}
         self.stops: list[str] = []
+        self.retired: list[tuple[str, float]] = []
         self.fails_with: dict[str, EngineError] = {}
         self.holds: set[str] = set()
         self.not_connected = ""
@@ -111,13 +120,16 @@ class FakeHost:
         self.nothing_runs.set()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def start(self, member_id: str, role: str) -> Handle:
+    def start(self, member_id: str, role: str, takes_over: PublishWorkers | None = None) -> Handle:
         if self.refuses_once:
             reason, self.refuses_once = self.refuses_once, ""
             raise ActorLost(reason)
         lives = self.actors.setdefault(member_id, [])
-        assert not any(actor.alive for actor in lives), f"two live actors of {member_id}"
+        alive = [actor for actor in lives if actor.alive]
+        assert len(alive) == (takes_over is not None), f"{len(alive)} live actors of {member_id} already"
         lives.append(FakeActor(self, member_id, len(lives) + 1, self.fails_with.get(member_id)))
+        if takes_over is not None:
+            lives[-1].workers = takes_over.addresses
         if member_id not in self.holds:
             lives[-1].serves.set()
         return lives[-1]

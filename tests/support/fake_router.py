@@ -218,12 +218,28 @@ class FakeRouter(router_pb2_grpc.RouterServicer, router_pb2_grpc.AdminServicer):
         self._received(request, context)
         return STATUS
 
+    def Scale(self, request: router_pb2.ScaleRequest, context: grpc.ServicerContext) -> router_pb2.ScaleResponse:
+        self._received(request, context)
+        return router_pb2.ScaleResponse(change=_under_way("scale"))
+
+    def Drain(self, request: router_pb2.DrainRequest, context: grpc.ServicerContext) -> router_pb2.DrainResponse:
+        self._received(request, context)
+        return router_pb2.DrainResponse(change=_under_way("drain"))
+
+    def Flip(self, request: router_pb2.FlipRequest, context: grpc.ServicerContext) -> router_pb2.FlipResponse:
+        self._received(request, context)
+        return router_pb2.FlipResponse(change=_under_way("flip"))
+
     def _received(self, request: Any, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
         metadata = dict(context.invocation_metadata())
         self.authorizations.append(metadata.get("authorization"))
         if self.error is not None:
             abort(context, self.error)
+
+
+def _under_way(order: str) -> router_pb2.ClusterChange:
+    return router_pb2.ClusterChange(changed=True, lines=[f"{order} is under way"])
 
 
 @contextmanager

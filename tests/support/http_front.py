@@ -15,6 +15,7 @@ from router_fleet import CONFIG
 
 from router.served_model import ServedModel
 from router.server import RouterServer
+from router.service import GiveOrder
 
 BOUND_S = 10.0
 
@@ -44,10 +45,11 @@ class HttpFront:
         self._model = model
         self.prefill, self.decode = FakeWorker("prefill", "p0"), FakeWorker("decode", "d0")
         self.workers: Sequence[FakeWorker] = (self.prefill, self.decode)
+        self.give_order: GiveOrder | None = None
 
     async def start(self, **settings: Any) -> None:
         addresses = [await worker.start() for worker in self.workers]
-        self.server = RouterServer(replace(CONFIG, workers=tuple(addresses), **settings), self._model)
+        self.server = RouterServer(replace(CONFIG, workers=tuple(addresses), **settings), self._model, self.give_order)
         self.grpc_address = await self.server.start()
         self.url = f"http://{self.server.http_address}"
         self.http = aiohttp.ClientSession(self.url, timeout=aiohttp.ClientTimeout(BOUND_S))

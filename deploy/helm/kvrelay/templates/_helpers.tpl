@@ -51,11 +51,12 @@ labels:
 {{- $spec := deepCopy .Values.spec -}}
 {{- $port := include "kvrelay.httpPort" . | int -}}
 {{- if or (not $spec.router.port) (not $port) }}{{ fail "spec.router.port and http_port must be given for Kubernetes" }}{{ end -}}
-{{- if $spec.router.tls_cert }}{{ fail "spec.router.tls_cert: the chart brings no certificates yet" }}{{ end -}}
 {{- $_ := mergeOverwrite $spec.router (dict "host" "0.0.0.0" "api_keys" "/etc/kvrelay/api-keys/api-keys.yaml" "ray_resource" "kvrelay_router") -}}
 {{- if $spec.router.public_prefixes }}{{ $_ := set $spec.router "public_prefixes" "/etc/kvrelay/spec/public-prefixes.yaml" }}{{ end -}}
+{{- if $spec.router.tls_cert }}{{ $_ := mergeOverwrite $spec.router (dict "tls_cert" "/etc/kvrelay/tls/tls.crt" "tls_key" "/etc/kvrelay/tls/tls.key") }}{{ end -}}
+{{- if $spec.router.tls_client_ca }}{{ $_ := set $spec.router "tls_client_ca" "/etc/kvrelay/tls/ca.crt" }}{{ end -}}
 {{- range $role := list "prefill" "decode" -}}
-{{- $_ := mergeOverwrite (get $spec.pools $role) (dict "host" "node" "ray_resource" (printf "kvrelay_%s" $role)) -}}
+{{- $_ := mergeOverwrite (get $spec.pools $role) (dict "host" "node" "ray_labels" "" "ray_resource" (printf "kvrelay_%s" $role)) -}}
 {{- end -}}
 {{- $_ := set $spec "ray" (dict "address" "127.0.0.1:6379" "object_store_bytes" .Values.spec.ray.object_store_bytes) -}}
 {{- toYaml $spec -}}

@@ -154,7 +154,7 @@ class Client:
                 yield from self._settle(attempt)
 
     def _reserve(self, attempt: Attempt) -> Waits:
-        reserve = self._fill(attempt, worker_pb2.Reserve(compute_here=attempt.local))
+        reserve = self._fill(attempt, worker_pb2.Reserve(compute_here=attempt.local, lane=attempt.decode.number))
         attempt.decode.send(worker_pb2.SessionRequest(reserve=reserve))
         patient = len(self.world.ready("d")) == 1
         by = inf if patient else self.world.clock.now + self._remaining_s() * RESERVE_SHARE

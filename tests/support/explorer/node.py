@@ -182,6 +182,8 @@ class Connection:
         self.cut = False
         """It ends at both ends, but neither needs to know yet."""
         self.worker_knows = False
+        self.lanes: dict[int, str] = {}
+        """What the router calls each request that it has reserved."""
         self.ended: set[str] = set()
         """Requests of which the router heard Ended."""
 

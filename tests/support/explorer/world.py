@@ -11,7 +11,7 @@ state, without looking into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import grpc
 
+from engine.block_hash import unpack_tokens
 from engine.errors import EngineError, WorkerLost
 from explorer.agenda import Actor, Clock
 from explorer.checks import Violation, check_node, check_rest, contents_of
@@ -263,6 +264,8 @@ class World:
     def _hear(self, connection: Connection) -> None:
         """The worker gets a message of the router; what `WorkerServer` does with it."""
         message = connection.router_end.take()
+        if message.HasField("reserve"):
+            connection.lanes[message.reserve.lane] = message.reserve.request_id
         try:
             run(connection.node.role.handle(connection.worker_end, message))
         except EngineError as error:
@@ -278,7 +281,7 @@ class World:
 
     def _reply(self, connection: Connection) -> None:
         message = connection.waiting.popleft()
-        for request_id in _requests_of(message):
+        for request_id in _requests_of(message, connection.lanes):
             name = f"{request_id} on {connection.name}"
             self.require(request_id not in connection.ended, f"{name}: a message after Ended")
         if message.WhichOneof("message") == "ended":
@@ -316,7 +319,8 @@ def _notice(node: Node) -> None:
     callback(*args)
 
 
-def _requests_of(message: worker_pb2.SessionResponse) -> list[str]:
+def _requests_of(message: worker_pb2.SessionResponse, lanes: Mapping[int, str]) -> list[str]:
     if message.WhichOneof("message") == "step":
-        return [entry.request_id for entry in message.step.outputs]
+        step = message.step
+        return [lanes[number] for number in unpack_tokens(step.columns.lanes)] + [e.request_id for e in step.outputs]
     return [getattr(message, message.WhichOneof("message") or "").request_id]

@@ -35,7 +35,7 @@ from engine.parallel_sampling import common_prefix
 from engine.pool_manager import host_tier, pool_manager
 from engine.prompt_logprobs import prompt_logprobs
 from engine.request import Request, RequestKind, RequestStatus
-from engine.sampler import SampledToken, TokenLogprobs, sample, sample_row
+from engine.sampler import SampledToken, TokenLogprobs
 from engine.scheduler import Scheduler
 from engine.step_output import RequestUpdate, StepOutput
 from engine.step_rates import StepRates
@@ -98,7 +98,7 @@ class Engine:
             told = prompt_logprobs(batch, logits)
             if len(draws) != len(logits):
                 logits = logits[[row for row, _ in draws]]
-            tokens = sample(logits, [sample_row(request, self._config.eos_token_ids) for _, request in draws])
+            tokens = self._runner.sample(logits, [request for _, request in draws])
         except PassStopped:
             return StepOutput()
         except Exception as error:  # noqa: BLE001

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
 import torch
 
 from engine.batch import ForwardBatch, ScheduledBatch
@@ -10,6 +13,19 @@ from engine.errors import InternalError
 from engine.interruption import CancelWatch, PassControl
 from engine.kv_cache import KvCache
 from engine.model.decoder import Model
+from engine.request import Request
+from engine.sampler import SampledToken, SampleRow, sample, sample_row
+
+
+@runtime_checkable
+class DrawingModel(Model, Protocol):
+    """A `Model` that can leave its logits where they are computed, and draw from them there."""
+
+    def compute(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
+        """As `forward`, but nothing waits for the logits, which are not in host memory."""
+
+    def draw(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | InternalError]:
+        """As `engine.sampler.sample`, of what `compute` gave, or of rows of it; they may be overwritten."""
 
 
 class ModelRunner:
@@ -18,6 +34,9 @@ class ModelRunner:
     def __init__(self, model: Model, kv: KvCache) -> None:
         self._model = model
         self._kv = kv
+        self._forward, self._sample = model.forward, sample
+        if isinstance(model, DrawingModel):
+            self._forward, self._sample = model.compute, model.draw
         self.cancels = CancelWatch(model.config.num_layers, all_or_none=kv.layout.quantized)
 
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
@@ -29,11 +48,16 @@ class ModelRunner:
         """
         with torch.inference_mode(), self.cancels.watching(batch) as control:
             forward_batch = to_forward_batch(batch, control)
-            logits = self._model.forward(forward_batch, self._kv)
+            logits = self._forward(forward_batch, self._kv)
         expected = (len(forward_batch.sample_rows), self._model.config.vocab_size)
         if logits.shape != expected:
             raise InternalError(f"the model gave logits of shape {tuple(logits.shape)}, expected {expected}")
         return logits
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[SampledToken | InternalError]:
+        """A token for each request, of its row; see `engine.sampler.sample`. `logits` are of the last `forward`."""
+        eos_token_ids = self._model.config.eos_token_ids
+        return self._sample(logits, [sample_row(request, eos_token_ids) for request in requests])
 
 
 def to_forward_batch(batch: ScheduledBatch, control: PassControl | None = None) -> ForwardBatch:

@@ -18,7 +18,7 @@ def prompt_logprobs(batch: ScheduledBatch, logits: torch.Tensor) -> dict[str, tu
         request, positions = sequence.request, sequence.request.untold_positions(sequence.num_tokens)
         if request.prompt_logprobs is not None and positions:
             following = [request.token_ids[position + 1] for position in positions]
-            rows = logits[row : row + len(positions)]
+            rows = logits[row : row + len(positions)].cpu()
             told[request.request_id] = tuple(token_logprobs(rows, following, request.prompt_logprobs))
         row += len(sequence.logit_positions)
     return told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -12,12 +13,17 @@ from engine.cuda.device import Device, Replay
 from engine.cuda.inputs import DecodeInputs
 from engine.cuda.memory import CudaKvCache
 from engine.cuda.plan import GraphKey, InputLayout, decode_buckets, graph_key
+from engine.cuda.sampling import CardSampler
+from engine.errors import InternalError
 from engine.kernels.triton_paged import DecodePart, step_parts
 from engine.kv_cache import KvCache
+from engine.sampler import SampledToken, SampleRow
+from engine.sampling_params import SamplingParams
 
 
 class GpuModel:
-    """Logits come to the host, where tokens are drawn; a step waits for them and for nothing else.
+    """Tokens are drawn on the device: an engine's step waits for them and for nothing else. By `forward`, which is what
+    a `Model` has, logits come to the host instead.
 
     A graph is captured when a step first needs it, and is bound to `kv`: there is one pool for each `GpuModel`.
     """
@@ -36,6 +42,7 @@ class GpuModel:
         )
         vocab = self.config.vocab_size
         self._logits = device.pinned(max_num_seqs * vocab * 4).view(torch.float32).view(max_num_seqs, vocab)
+        self._sampler = CardSampler(device)
         self.graphs: dict[GraphKey, Replay] = {}
         """Captured so far."""
 
@@ -66,9 +73,13 @@ class GpuModel:
         self._kv.mark()
         return self._to_host(logits)
 
+    def draw(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | InternalError]:
+        """Tokens from what `compute` gave, or from rows of it, which may be changed. Waits for them."""
+        return self._sampler.sample(logits, rows)
+
     def warm_up(self) -> None:
-        """Capture what most decode steps need: each bucket, for contexts of one split. Writes into the first block of
-        the pool, which nobody holds yet."""
+        """Capture what most decode steps need: each bucket, for contexts of one split; and draw. Writes into the first
+        block of the pool, which nobody holds yet."""
         for bucket in self._buckets:
             batch = ForwardBatch(
                 token_ids=torch.zeros(bucket, dtype=torch.int64),
@@ -78,7 +89,8 @@ class GpuModel:
                 block_tables=[[0]] * bucket,
                 sample_rows=list(range(bucket)),
             )
-            self.forward(batch, self._kv)
+            logits = self.compute(batch, self._kv)
+            self.draw(logits, [SampleRow(SamplingParams(temperature=0.0, logit_bias=((0, 1.0),)), 0)] * bucket)
 
     def _to_host(self, logits: torch.Tensor) -> torch.Tensor:
         if len(logits) > len(self._logits):

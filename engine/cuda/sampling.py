@@ -18,9 +18,11 @@ from engine.errors import InternalError
 from engine.kernels import triton_sampling
 from engine.sampler import SampledToken, SampleRow, token_logprobs
 
-_FLOATS = ("temperature", "top_p", "min_p")
+_FLOATS = ("inverse temperature", "top_p", "min_p")
 _INTEGERS = ("top_k", "seed", "position")
 _NOT_FINITE = -1
+_MOST = 1e300
+"""Of an inverse temperature: the peak less itself, times this, is still zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class CardSampler:
         host = self._host.numpy()
         values = [
             (
-                row.params.temperature,
+                min(1 / row.params.temperature, _MOST) if row.params.temperature else 0.0,
                 row.params.top_p,
                 row.params.min_p,
                 row.params.top_k,

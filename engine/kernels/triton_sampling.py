@@ -58,9 +58,9 @@ def _key(logits):
 
 
 @triton.jit
-def _weight(logits, peak, temperature, min_p):
+def _weight(logits, peak, inverse_temperature, min_p):
     """float64, relative to that of the peak; 0 for tokens that min-p leaves out."""
-    weights = tl.exp((logits.to(tl.float64) - peak.to(tl.float64)) / temperature)
+    weights = tl.exp((logits.to(tl.float64) - peak.to(tl.float64)) * inverse_temperature)
     return tl.where(weights < min_p, 0.0, weights)
 
 
@@ -93,7 +93,7 @@ def adjust_kernel(
 
 
 @triton.jit
-def _from(row_ptr, vocab, key, peak, temperature, min_p, BLOCK: tl.constexpr):
+def _from(row_ptr, vocab, key, peak, inverse_temperature, min_p, BLOCK: tl.constexpr):
     """How many tokens are at least as likely as `key` says, and their weight: int64, float64."""
     count, weight = tl.full([], 0, tl.int64), tl.full([], 0.0, tl.float64)
     for start in range(0, vocab, BLOCK):
@@ -101,19 +101,21 @@ def _from(row_ptr, vocab, key, peak, temperature, min_p, BLOCK: tl.constexpr):
         logits = tl.load(row_ptr + ids, mask=ids < vocab, other=-float("inf"))
         kept = (_key(logits) >= key) & (ids < vocab)
         count += tl.sum(kept.to(tl.int64), axis=0)
-        weight += tl.sum(tl.where(kept, _weight(logits, peak, temperature, min_p), 0.0), axis=0)
+        weight += tl.sum(tl.where(kept, _weight(logits, peak, inverse_temperature, min_p), 0.0), axis=0)
     return count, weight
 
 
 @triton.jit
-def _last_key(row_ptr, vocab, low, high, least_count, least, peak, temperature, min_p, STRICT, BLOCK: tl.constexpr):
+def _last_key(
+    row_ptr, vocab, low, high, least_count, least, peak, inverse_temperature, min_p, STRICT, BLOCK: tl.constexpr
+):  # fmt: skip
     """The largest key from which on there are `least_count` tokens of weight `least` (more than it, if STRICT).
 
     `low` if there is no larger one; `high` is the largest that is looked at.
     """
     for _ in range(0, 34):
         middle = low + ((high - low + 1) >> 1)
-        count, weight = _from(row_ptr, vocab, middle, peak, temperature, min_p, BLOCK)
+        count, weight = _from(row_ptr, vocab, middle, peak, inverse_temperature, min_p, BLOCK)
         enough = (count >= least_count) & tl.where(STRICT, weight > least, weight >= least)
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, tl.maximum(middle - 1, low))
@@ -135,14 +137,14 @@ def _nth_of(row_ptr, vocab, key, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _by_id(row_ptr, vocab, target, peak, temperature, min_p, BLOCK: tl.constexpr):
+def _by_id(row_ptr, vocab, target, peak, inverse_temperature, min_p, BLOCK: tl.constexpr):
     """The first token with which the weights, summed in the order of ids, exceed `target`."""
     found, before = tl.full([], -1, tl.int64), tl.full([], 0.0, tl.float64)
     last = tl.full([], -1, tl.int64)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         logits = tl.load(row_ptr + ids, mask=ids < vocab, other=-float("inf"))
-        weights = tl.where(ids < vocab, _weight(logits, peak, temperature, min_p), 0.0)
+        weights = tl.where(ids < vocab, _weight(logits, peak, inverse_temperature, min_p), 0.0)
         beyond = (before + tl.cumsum(weights, axis=0) > target) & (weights > 0.0)
         first = tl.min(tl.where(beyond, ids, 2147483647).to(tl.int64), axis=0)
         found = tl.where((found < 0) & (first < 2147483647), first, found)
@@ -153,7 +155,7 @@ def _by_id(row_ptr, vocab, target, peak, temperature, min_p, BLOCK: tl.constexpr
 
 @triton.jit
 def _by_likelihood(
-    row_ptr, vocab, peak, temperature, min_p, draw, top_k, top_p, BLOCK: tl.constexpr
+    row_ptr, vocab, peak, inverse_temperature, min_p, draw, top_k, top_p, BLOCK: tl.constexpr
 ):  # fmt: skip
     lowest, peak_key = tl.full([], -2147483648, tl.int64), _key(peak)
     # The k-th most likely token's key, how many of its ties belong to the first k, and the weight of those.
@@ -161,26 +163,28 @@ def _by_likelihood(
     wanted_count = tl.where(limited, top_k, 1).to(tl.int64)
     floor = lowest
     if limited:
-        floor = _last_key(row_ptr, vocab, lowest, peak_key, wanted_count, 0.0, peak, temperature, min_p, False, BLOCK)
-    count, total = _from(row_ptr, vocab, floor + 1, peak, temperature, min_p, BLOCK)
-    with_ties, weight_with_ties = _from(row_ptr, vocab, floor, peak, temperature, min_p, BLOCK)
+        floor = _last_key(
+            row_ptr, vocab, lowest, peak_key, wanted_count, 0.0, peak, inverse_temperature, min_p, False, BLOCK
+        )
+    count, total = _from(row_ptr, vocab, floor + 1, peak, inverse_temperature, min_p, BLOCK)
+    with_ties, weight_with_ties = _from(row_ptr, vocab, floor, peak, inverse_temperature, min_p, BLOCK)
     num_ties = tl.where(limited, wanted_count - count, with_ties - count)
     each = (weight_with_ties - total) / tl.maximum(with_ties - count, 1)
     total += each * num_ties
     # The nucleus: the key of its last token, and how many of that key's ties belong to it.
     wanted = top_p * total
-    edge = _last_key(row_ptr, vocab, floor, peak_key, 1, wanted, peak, temperature, min_p, False, BLOCK)
-    count, weight = _from(row_ptr, vocab, edge + 1, peak, temperature, min_p, BLOCK)
-    with_ties, weight_with_ties = _from(row_ptr, vocab, edge, peak, temperature, min_p, BLOCK)
+    edge = _last_key(row_ptr, vocab, floor, peak_key, 1, wanted, peak, inverse_temperature, min_p, False, BLOCK)
+    count, weight = _from(row_ptr, vocab, edge + 1, peak, inverse_temperature, min_p, BLOCK)
+    with_ties, weight_with_ties = _from(row_ptr, vocab, edge, peak, inverse_temperature, min_p, BLOCK)
     each = (weight_with_ties - weight) / tl.maximum(with_ties - count, 1)
     most = tl.where(edge == floor, num_ties, with_ties - count)
     needed = tl.ceil((wanted - weight) / tl.where(each > 0.0, each, 1.0)).to(tl.int64)
     num_ties = tl.minimum(tl.maximum(needed, 1), most)
     # The draw: where the weights pass its share of the nucleus.
     target = draw * (weight + each * num_ties)
-    key = _last_key(row_ptr, vocab, edge, peak_key, 1, target, peak, temperature, min_p, True, BLOCK)
-    count, weight = _from(row_ptr, vocab, key + 1, peak, temperature, min_p, BLOCK)
-    with_ties, weight_with_ties = _from(row_ptr, vocab, key, peak, temperature, min_p, BLOCK)
+    key = _last_key(row_ptr, vocab, edge, peak_key, 1, target, peak, inverse_temperature, min_p, True, BLOCK)
+    count, weight = _from(row_ptr, vocab, key + 1, peak, inverse_temperature, min_p, BLOCK)
+    with_ties, weight_with_ties = _from(row_ptr, vocab, key, peak, inverse_temperature, min_p, BLOCK)
     each = (weight_with_ties - weight) / tl.maximum(with_ties - count, 1)
     most = tl.where(key == edge, num_ties, with_ties - count)
     n = ((target - weight) / tl.where(each > 0.0, each, 1.0)).to(tl.int64)
@@ -190,7 +194,7 @@ def _by_likelihood(
 @triton.jit
 def sample_kernel(
     logits_ptr,  # [n, vocab] float32, by stride
-    temperatures_ptr,  # [n] float64; 0: the most likely token
+    inverse_temperatures_ptr,  # [n] float64; 0: the most likely token
     top_ps_ptr,  # [n] float64; 1: all
     min_ps_ptr,  # [n] float64; 0: all
     top_ks_ptr,  # [n] int64; 0: all
@@ -211,22 +215,22 @@ def sample_kernel(
         first = tl.min(tl.where(logits == largest, ids, 2147483647).to(tl.int64), axis=0)
         best = tl.where(largest > peak, first, best)
         peak = tl.maximum(peak, largest)
-    temperature, top_k = tl.load(temperatures_ptr + row), tl.load(top_ks_ptr + row)
+    inverse_temperature, top_k = tl.load(inverse_temperatures_ptr + row), tl.load(top_ks_ptr + row)
     top_p, min_p = tl.load(top_ps_ptr + row), tl.load(min_ps_ptr + row)
     token = tl.where(sound == 0, -1, tl.where(peak > -float("inf"), best, -2))
-    if (token >= 0) & (temperature > 0.0):
+    if (token >= 0) & (inverse_temperature > 0.0):
         draw = uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
         if ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0):
-            token = _by_likelihood(row_ptr, vocab, peak, temperature, min_p, draw, top_k, top_p, BLOCK)
+            token = _by_likelihood(row_ptr, vocab, peak, inverse_temperature, min_p, draw, top_k, top_p, BLOCK)
         else:
-            _, total = _from(row_ptr, vocab, _key(peak) * 0 - 2147483648, peak, temperature, min_p, BLOCK)
-            token = _by_id(row_ptr, vocab, draw * total, peak, temperature, min_p, BLOCK)
+            _, total = _from(row_ptr, vocab, _key(peak) * 0 - 2147483648, peak, inverse_temperature, min_p, BLOCK)
+            token = _by_id(row_ptr, vocab, draw * total, peak, inverse_temperature, min_p, BLOCK)
     tl.store(out_ptr + row, token)
 
 
 def sample(
     logits: torch.Tensor,  # [n, vocab] float32, rows contiguous; what must not be drawn is -inf
-    temperatures: torch.Tensor,  # [n] float64
+    inverse_temperatures: torch.Tensor,  # [n] float64; 0: the most likely token
     top_ps: torch.Tensor,  # [n] float64
     min_ps: torch.Tensor,  # [n] float64
     top_ks: torch.Tensor,  # [n] int64
@@ -236,7 +240,7 @@ def sample(
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     sample_kernel[(num_rows,)](
-        logits, temperatures, top_ps, min_ps, top_ks, seeds, positions, out, vocab, logits.stride(0),
+        logits, inverse_temperatures, top_ps, min_ps, top_ks, seeds, positions, out, vocab, logits.stride(0),
         BLOCK=min(_BLOCK, triton.next_power_of_2(vocab)), num_warps=8,
     )  # fmt: skip
     return out

@@ -63,7 +63,7 @@ def tokens_of(parts: EngineParts, request_id: str, prompt: list[int], **sampling
 
 def test_an_engine_on_a_card_draws_the_tokens_of_one_on_the_cpu(folder: Path) -> None:
     """Chunks, decoding, a cached beginning, greedy and with everything that sampling can be asked for."""
-    all_of_it: dict[str, Any] = {"temperature": 0.9, "seed": 7, "min_p": 0.01, "top_p": 0.95, "repetition_penalty": 1.2}
+    all_of_it: dict[str, Any] = {"temperature": 0.9, "seed": 7, "min_p": 0.01, "repetition_penalty": 1.2}
     all_of_it |= {"presence_penalty": 0.4, "logit_bias": ((5, 2.0),)}
     prompt = [(7 * n + 3) % VOCAB_SIZE for n in range(19)]
     drawn = []
@@ -97,7 +97,8 @@ def test_an_engine_on_a_card_says_which_and_what_computes(folder: Path) -> None:
 def test_the_pool_is_as_large_as_the_share_of_the_card_allows(folder: Path) -> None:
     sizes = []
     for share in (0.7, 0.9):
-        settings = {"num_blocks_override": None, "gpu_memory_utilization": share}
+        small = SchedulerConfig(max_num_batched_tokens=1, max_num_seqs=1)
+        settings = {"num_blocks_override": None, "gpu_memory_utilization": share, "scheduler": small}
         parts = build_engine(config(folder, device="cuda", **settings), open_stand_in)
         sizes.append(parts.kv.nbytes)
         parts.kv.close()

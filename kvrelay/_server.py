@@ -12,7 +12,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 IDLE_TIMEOUT_S = 60.0
 """For a connection without a call. Channels connect again with their next one, unseen."""
 MAX_WATCHES = 16
-"""Of the health; at once."""
+"""Of a worker's health, at once: by supervisors."""
 
 
 def server_options(keepalive_s: float, *, shares_port: bool = False) -> list[tuple[str, int]]:
@@ -33,15 +33,16 @@ def server_options(keepalive_s: float, *, shares_port: bool = False) -> list[tup
 
 
 class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]
-    """Whoever can connect may watch, so watches are few: else they would take the places of calls."""
+    """Whoever can connect may watch, so there is a limit to that: else watches would take the places of calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_watches: int = MAX_WATCHES) -> None:
         super().__init__()
+        self._max_watches = max_watches
         self._watches = 0
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if self._watches >= MAX_WATCHES:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHES} watch the health already")
+        if self._watches >= self._max_watches:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._max_watches} watch the health already")
         self._watches += 1
         try:
             await super().Watch(request, context)

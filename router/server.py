@@ -37,7 +37,8 @@ from router.tls import ServerTls, load_server_tls
 LAST_WORD_S = 1.0
 """For a client to take in that its request was ended by a stop."""
 CALLS_PER_REQUEST, MAX_OTHER_CALLS = 2, 64
-"""gRPC's own limit, of all calls together. So far above that of live requests that those are refused with a hint."""
+"""gRPC's own limit, of all calls together: for each request that may be live also a client that watches the health, and
+some more. So requests beyond their own limit are refused with a hint."""
 HANDSHAKE_S = 1.0
 """For connections that began when this router was the one to take them: it listens so long after another took over."""
 SERVICES = tuple(router_pb2.DESCRIPTOR.services_by_name[name] for name in ("Router", "Admin"))
@@ -58,7 +59,7 @@ class RouterServer:
         self._config = config
         self._model = model
         self._give_order = give_order
-        self._health = BoundedHealth()
+        self._health = BoundedHealth(config.max_live_requests)
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
         self.http_address = ""

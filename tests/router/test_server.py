@@ -17,7 +17,6 @@ from router_fleet import CONFIG
 
 from engine.block_hash import pack_tokens, unpack_tokens
 from engine.errors import ConfigError, Draining, EngineError, QueueFull, RequestCancelled, RequestError
-from kvrelay._server import MAX_WATCHES
 from kvrelay._status import from_rpc_error, retry_after
 from kvrelay.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.served_model import ServedModel
@@ -246,10 +245,10 @@ async def test_a_connection_that_says_nothing_is_told_why_and_closed(
 
 
 async def test_watches_of_the_health_are_bounded(front: Front) -> None:
-    await front.start()
+    await front.start(max_live_requests=2)
     watch = health_pb2_grpc.HealthStub(front.channel).Watch
     async with asyncio.timeout(20):
-        watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHES)]
+        watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
         for each in watches:
             await each.read()
         with pytest.raises(grpc.aio.AioRpcError) as raised:

@@ -17,6 +17,7 @@ _WHY_NOT = {
     "name": "another name is another cluster",
     "model": _ONE_MODEL,
     "dtype": _ONE_MODEL,
+    "weights_dtype": _ONE_MODEL,
     "router.host": _KNOWN_PLACE,
     "router.port": _KNOWN_PLACE,
     "router.http_port": _KNOWN_PLACE,

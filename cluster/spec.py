@@ -313,6 +313,8 @@ class ClusterSpec:
     """Of weights and activations."""
     log_format: str = "text"
     """Of the logs of router and workers: "text", or "json", an object for each line."""
+    weights_dtype: str = _ENGINE.weights_dtype
+    """"int8": weights in half the memory, a little less exact; "auto": in `dtype`."""
     pools: PoolsSpec = field(default_factory=PoolsSpec)
     router: RouterSpec = field(default_factory=RouterSpec)
     ray: RaySpec = field(default_factory=RaySpec)
@@ -323,9 +325,10 @@ class ClusterSpec:
         check_name(self.name)
         if not self.model:
             raise ConfigError("model must not be empty")
-        self.pools.decode.engine("", self.dtype)  # its check of dtype is ours
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {quoted(self.log_format)}")
+        # Its checks of both are ours.
+        replace(self.pools.decode.engine("", self.dtype), weights_dtype=self.weights_dtype)
         prefill, decode = (pool.kv_dtype(self.dtype) for pool in (self.pools.prefill, self.pools.decode))
         if self.pools.prefill.replicas and prefill != decode:
             raise ConfigError(
@@ -374,7 +377,7 @@ class ClusterSpec:
             drain_s=self.supervision.drain_s,
             kv_transports=parse_transports(pool.kv_transports),
             max_lent_share=pool.max_lent_share,
-            engine=pool.engine(model_path, self.dtype, native_cache),
+            engine=replace(pool.engine(model_path, self.dtype, native_cache), weights_dtype=self.weights_dtype),
         )
 
     def router_config(self, model_path: str) -> RouterConfig:

@@ -59,6 +59,13 @@ def model_fingerprint(folder: Path) -> bytes:
     return sha256(b"kvrelay.model.v1" + b"".join(parts)).digest()
 
 
+def weights_fingerprint(fingerprint: bytes, weights_dtype: str) -> bytes:
+    """That of the model with its weights in another type than `dtype`: they give other KV for the same text."""
+    if weights_dtype == "auto":
+        return fingerprint
+    return sha256(b"kvrelay.weights.v1" + fingerprint + weights_dtype.encode()).digest()
+
+
 def weights_digest(folder: Path) -> bytes:
     """SHA-256 over the names and contents of the folder's safetensors files; see `model_fingerprint`."""
     paths = sorted(folder.glob("*.safetensors"))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.config import WEIGHTS_DTYPES
 from engine.errors import ConfigError, HandshakeRefused
 from engine.kv_layout import KvLayout, compatible
+from engine.model_config import weights_fingerprint
 from kvrelay._wire import FIRST_SAMPLING_FIELDS, MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from kvrelay.v1 import worker_pb2
 from router.snapshot import DECODE, PREFILL
@@ -80,7 +82,7 @@ def check_peer(peer: Peer, fingerprint: bytes, fleet: Sequence[Peer], expected_i
     """
     if expected_id is not None and peer.worker_id != expected_id:
         raise HandshakeRefused(f"worker {peer.worker_id!r} answers where {expected_id!r} was expected")
-    if peer.fingerprint != fingerprint:
+    if peer.fingerprint not in {weights_fingerprint(fingerprint, dtype) for dtype in WEIGHTS_DTYPES}:
         raise HandshakeRefused(
             f"its model {peer.model!r} has fingerprint {peer.fingerprint.hex()[:16]}, "
             f"this router's has {fingerprint.hex()[:16]}"
@@ -88,6 +90,8 @@ def check_peer(peer: Peer, fingerprint: bytes, fleet: Sequence[Peer], expected_i
     for other in fleet:
         if other.worker_id == peer.worker_id:
             raise HandshakeRefused(f"worker {peer.worker_id!r} is connected already, at {other.address}")
+        if other.fingerprint != peer.fingerprint:
+            raise HandshakeRefused(f"its weights_dtype is not that of {other.worker_id!r}: their KV differs")
         if other.block_size != peer.block_size:
             raise HandshakeRefused(
                 f"its block_size is {peer.block_size}, that of {other.worker_id!r} is {other.block_size}"

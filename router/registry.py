@@ -44,8 +44,8 @@ class Departed:
 
 
 class Registry:
-    """Invariants: two ready workers never share an id; all ready workers have the router's fingerprint and one block
-    size; a client is in `_clients` exactly while its task is in `_tasks`.
+    """Invariants: two ready workers never share an id; all ready workers have one fingerprint, the router's with
+    weights of one type, and one block size; a client is in `_clients` exactly while its task is in `_tasks`.
     """
 
     def __init__(self, config: RouterConfig, fingerprint: bytes, index: PrefixIndex | None = None) -> None:

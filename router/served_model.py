@@ -18,7 +18,7 @@ class ServedModel:
     vocab_size: int
     """Token ids are below this."""
     fingerprint: bytes
-    """Workers must have the same one."""
+    """Workers must have the same one, or that of their weights in another type."""
     tokenizer: Tokenizer
     folder: Path
     """Where all of this was read."""

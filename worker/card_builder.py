@@ -43,6 +43,8 @@ def choose_card(config: EngineConfig, shape: ModelConfig, open_card: OpenCard) -
 
 def _usable_card(config: EngineConfig, shape: ModelConfig, open_card: OpenCard) -> Device:
     name = "cuda" if config.device == "auto" else config.device
+    if config.weights_dtype != "auto":
+        raise ConfigError(f"device {name}: weights_dtype {config.weights_dtype} is for CPUs only")
     try:
         import_module("triton")
     except ModuleNotFoundError:

@@ -20,7 +20,7 @@ from engine.machine import memory_bytes
 from engine.model.decoder import Model
 from engine.model.native_decoder import obstacle
 from engine.model.registry import load_model
-from engine.model_config import load_model_config, model_fingerprint
+from engine.model_config import load_model_config, model_fingerprint, weights_fingerprint
 from engine.native.decoder import NativeDecoder, load_decoder
 from engine.native.fence import load_fence
 from engine.plan import check_pool, pool_of
@@ -51,9 +51,11 @@ def _build_on_cpu(config: EngineConfig) -> EngineParts:
     started = time.monotonic()
     decoder, kernels = _load_decoder(config)
     compiled = time.monotonic()
-    model = load_model(Path(config.model_path), config.dtype, decoder, config.num_threads)
+    model = load_model(
+        Path(config.model_path), config.dtype, decoder, config.num_threads, weights_dtype=config.weights_dtype
+    )
     loaded = time.monotonic()
-    fingerprint = model_fingerprint(Path(config.model_path))
+    fingerprint = weights_fingerprint(model_fingerprint(Path(config.model_path)), config.weights_dtype)
     timings = {
         "native_s": compiled - started,
         "model_s": loaded - compiled,
@@ -126,7 +128,8 @@ def _load_decoder(config: EngineConfig) -> tuple[NativeDecoder | None, str]:
     """
     if config.kernels == "reference":
         return None, "reference"
-    why = obstacle(load_model_config(Path(config.model_path)), config.dtype, config.kv_dtype(config.dtype))
+    shape = load_model_config(Path(config.model_path))
+    why = obstacle(shape, config.dtype, config.kv_dtype(config.dtype), config.weights_dtype)
     if why is None and config.native_cache is None:
         why = "no native_cache is set"
     if why is None and config.native_cache is not None:

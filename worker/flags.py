@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from engine.cluster_key import ClusterKey
-from engine.config import DTYPE_BYTES, KERNELS, PREEMPTIONS, EngineConfig, SchedulerConfig
+from engine.config import DTYPE_BYTES, KERNELS, PREEMPTIONS, WEIGHTS_DTYPES, EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.knobs import KNOBS
 from engine.native.build import default_cache
@@ -56,6 +56,7 @@ def _options() -> list[click.Parameter]:
         option("--host", "Interface for sessions and links.", default="127.0.0.1"),
         option("--port", "Of the sessions; 0 takes a free one.", type=int, default=0),
         option("--dtype", "Of weights and activations.", type=click.Choice(sorted(DTYPE_BYTES)), default=_ENGINE.dtype),
+        option("--weights-dtype", "int8: half the memory.", type=click.Choice(WEIGHTS_DTYPES), default="auto"),
         *(knob_option(name) for name in KNOBS),
         option("--max-num-batched-tokens", "Tokens of one step.", type=int, default=_SCHEDULER.max_num_batched_tokens),
         option("--max-num-seqs", "Requests that run at once.", type=int, default=_SCHEDULER.max_num_seqs),
@@ -119,6 +120,7 @@ def _worker_config(role: str, **flags: Any) -> WorkerConfig:
         engine=EngineConfig(
             model_path=str(model),
             dtype=flags["dtype"],
+            weights_dtype=flags["weights_dtype"],
             **{name: flags[name] for name in KNOBS},
             device=flags["device"],
             num_threads=flags["threads"],

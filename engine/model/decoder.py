@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
-import torch.nn.functional as F
 
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.kernels import reference
 from engine.kernels.scoring import Scoring
 from engine.kv_cache import KvCache
+from engine.model.int8 import Int8Linear
 from engine.model.layers import (
+    Linear,
     gelu_tanh_and_mul,
     inverse_frequencies,
-    linear,
     local_frequencies,
     rms_norm,
     rotate,
     rotation,
     silu_and_mul,
 )
+
+
+class Product(Protocol):
+    """A product with a weight, whose rows it also gives."""
+
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor:
+        """[rows, in] -> [rows, out], type of x."""
+
+    def rows(self, indices: torch.Tensor, /) -> torch.Tensor:
+        """[n] int64 -> [n, in] float32."""
 
 
 class Model(Protocol):
@@ -161,12 +172,31 @@ class _Step:
     """Of layers with a window."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """Of one layer, with its weights."""
+
+    qkv: Product
+    attention_out: Product
+    gate_up: Product
+    down: Product
+
+    @classmethod
+    def of(cls, layer: LayerWeights, product: Callable[[torch.Tensor], Product]) -> Self:
+        return cls(product(layer.qkv), product(layer.attention_out), product(layer.gate_up), product(layer.down))
+
+
 class DecoderModel:
     """Every family that we run; they differ by config alone."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, *, int8: bool = False) -> None:
+        """`int8`: products and embedding are with weights that are rounded to whole numbers here."""
         self.config = config
         self._weights = weights
+        product = Int8Linear if int8 else Linear
+        self._products = [_Products.of(layer, product) for layer in weights.layers]
+        self._head = product(weights.lm_head)
+        self._embedding = self._head if config.tie_word_embeddings else product(weights.embedding)
         self._frequencies = inverse_frequencies(config)
         self._local_frequencies = local_frequencies(config)
         self._local_layers = frozenset(config.local.layers) if config.local else frozenset[int]()
@@ -179,16 +209,16 @@ class DecoderModel:
     def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
         """See `Model`. The residual stream is float32; products are in the type of the weights."""
         step = self._prepare(batch, kv.layout.block_size)
-        hidden = F.embedding(batch.token_ids, self._weights.embedding).float()  # [T, hidden]
+        hidden = self._embedding.rows(batch.token_ids)  # [T, hidden]
         if self.config.scale_embedding:
             hidden *= self._embedding_scale
         for i, layer in enumerate(self._weights.layers):
             if batch.control is not None:
                 batch.control.enter(i)
             hidden += self._normed(self._attention(i, layer, hidden, step, kv), layer.post_attention_norm)
-            hidden += self._normed(self._mlp(layer, hidden), layer.post_mlp_norm)
+            hidden += self._normed(self._mlp(i, layer, hidden), layer.post_mlp_norm)
         rows = hidden[torch.tensor(batch.sample_rows, dtype=torch.int64)]
-        logits = linear(self._norm(rows, self._weights.final_norm), self._weights.lm_head).float()
+        logits = self._head(self._norm(rows, self._weights.final_norm)).float()
         return soft_cap(logits, self.config.final_soft_cap)
 
     def _prepare(self, batch: ForwardBatch, block_size: int) -> _Step:
@@ -218,7 +248,7 @@ class DecoderModel:
         local = index in self._local_layers
         turned, scoring = (step.local_rotation, self._local) if local else (step.rotation, self._full)
         x = self._norm(hidden, layer.input_norm)
-        qkv = linear(x, layer.qkv)
+        qkv = self._products[index].qkv(x)
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
         qkv = qkv.view(len(x), -1, config.head_dim)  # [T, heads + 2 * kv_heads, head_dim]
@@ -229,10 +259,11 @@ class DecoderModel:
         mixed = reference.paged_attention(
             q, kv.pool, index, step.block_tables, step.query_starts, step.context_lens, scoring, kv.scales
         )
-        return linear(mixed.flatten(1).to(x.dtype), layer.attention_out)
+        return self._products[index].attention_out(mixed.flatten(1).to(x.dtype))
 
-    def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:  # [T, hidden]
-        return linear(self._gate(linear(self._norm(hidden, layer.mlp_norm), layer.gate_up)), layer.down)
+    def _mlp(self, index: int, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:  # [T, hidden]
+        products = self._products[index]
+        return products.down(self._gate(products.gate_up(self._norm(hidden, layer.mlp_norm))))
 
     def _normed_heads(self, qk: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         if layer.q_norm is None or layer.k_norm is None:

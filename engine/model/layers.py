@@ -40,6 +40,20 @@ def linear(
     return out
 
 
+class Linear:
+    """`linear` with one weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight  # [out, in]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self._weight)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """[n] int64 -> [n, in] float32."""
+        return F.embedding(indices, self._weight).float()
+
+
 def rms_norm(
     x: torch.Tensor,  # [T, hidden] float32
     weight: torch.Tensor,  # [hidden]

@@ -1,8 +1,9 @@
 """The decoder on this CPU's own instructions: one native call for each forward pass.
 
-The arithmetic is that of `engine.model.decoder`, which is the oracle: weights and activations in bfloat16, sums and the
-residual stream in float32. A token's result does not depend on the tokens, sequences or threads that come with it, to
-the last bit: the tokens of a request do not depend on how it was batched, chunked, handed over or resumed.
+The arithmetic is that of `engine.model.decoder`, which is the oracle: weights in bfloat16 or int8, activations in
+bfloat16, sums and the residual stream in float32. A token's result does not depend on the tokens, sequences or threads
+that come with it, to the last bit: the tokens of a request do not depend on how it was batched, chunked, handed over or
+resumed.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from engine.native.decoder import MAX_HEAD_DIM, TILE, BatchParts, LayerParts, Mo
 
 _LANES = 16
 """Floats of the widest register: sizes are multiples of it."""
+MAX_INT8_COLUMNS = 2**31 // (255 * 127)
+"""Products of a sum in int32, each at most 255 times 127."""
 _POSITIONS = 1024
 """By how many positions the table of rotations grows."""
 
 
-def obstacle(config: ModelConfig, dtype: str, kv_dtype: str) -> str | None:
+def obstacle(config: ModelConfig, dtype: str, kv_dtype: str, weights_dtype: str = "auto") -> str | None:
     """Why the native code cannot run this model, or None."""
     if dtype != "bfloat16":
         return f"dtype is {dtype}, not bfloat16"
@@ -40,6 +43,9 @@ def obstacle(config: ModelConfig, dtype: str, kv_dtype: str) -> str | None:
             return f"{name} {getattr(config, name)} is no multiple of {_LANES}"
     if config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is more than {MAX_HEAD_DIM}"
+    widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    if weights_dtype == "int8" and widest > MAX_INT8_COLUMNS:
+        return f"weights_dtype is int8, and {widest} products are more than the {MAX_INT8_COLUMNS} of a sum"
     return None
 
 
@@ -68,6 +74,7 @@ class NativeModel:
             head_dim=config.head_dim,
             vocab=config.vocab_size,
             gelu=config.activation == "gelu_tanh",
+            int8=weights.int8,
             norm_eps=config.rms_norm_eps,
             scale=config.score_scale,
             norm_offset=config.norm_offset,

@@ -2,7 +2,8 @@
 
 That is memory of this process, or a file beside the weights, made by the first worker of a machine and mapped by
 all. The file is good for one checkpoint, one configuration and one packing, which its name and its first bytes say, and
-holds a digest of its bytes: one that is damaged, or of another name, is made again.
+holds a digest of its bytes: one that is damaged, or of another name, is made again. Weights in bfloat16 and in int8
+are files of their own, side by side.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import xxhash
 
 from engine.config import ModelConfig
 from engine.model.decoder import DecoderWeights
-from engine.native.decoder import TILE, NativeDecoder
+from engine.native.decoder import TILE, NativeDecoder, packed_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ PACKED = ("qkv", "attention_out", "gate_up", "down")
 PLAIN = ("input_norm", "mlp_norm", "qkv_bias", "q_norm", "k_norm", "post_attention_norm", "post_mlp_norm")
 _VERSION = b"kvrelay.packed.v1"
 """To be raised when the packing changes (`linear.h`), or the order of the parameters here."""
-_PREFIX = ".kvrelay-packed-"
+_PREFIXES = {False: ".kvrelay-packed-", True: ".kvrelay-int8-"}
+"""Of the file's name, by whether it holds int8."""
 _HEADER_BYTES = mmap.ALLOCATIONGRANULARITY
 _DIGEST_BYTES = 16
 _ALIGNMENT = 64
@@ -46,16 +48,18 @@ class PackedWeights:
     addresses: dict[str, int]
     memory: mmap.mmap
     """Owns them."""
+    int8: bool
+    """Whether what is packed is whole numbers and scales."""
 
 
-def pack(config: ModelConfig, weights: DecoderWeights, decoder: NativeDecoder) -> PackedWeights:
+def pack(config: ModelConfig, weights: DecoderWeights, decoder: NativeDecoder, *, int8: bool = False) -> PackedWeights:
     """In memory of this process, which asks for large pages: a step reads all weights once."""
-    places, size = _places(config, weights)
+    places, size = _places(config, weights, int8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # only a hint: the kernel may be built without it
             memory.madvise(mmap.MADV_HUGEPAGE)
-    packed = PackedWeights(_addresses(memory, 0, places), memory)
+    packed = PackedWeights(_addresses(memory, 0, places), memory, int8)
     _fill(packed, weights, decoder)
     return packed
 
@@ -66,27 +70,30 @@ def load_packed(
     config: ModelConfig,
     load: Callable[[], DecoderWeights],
     decoder: NativeDecoder,
+    *,
+    int8: bool = False,
 ) -> PackedWeights:
     """From the file beside the weights in `folder`, which is made if it is not there or damaged; where that cannot be,
     in memory of this process. `load` reads the weights, whose digest is `checkpoint`."""
-    key = _key(checkpoint, config)
-    path = folder / f"{_PREFIX}{key}.bin"
-    places, size = _places(config, DecoderWeights(config, torch.bfloat16, device="meta"))
+    key = _key(checkpoint, config, int8)
+    path = folder / f"{_PREFIXES[int8]}{key}.bin"
+    places, size = _places(config, DecoderWeights(config, torch.bfloat16, device="meta"), int8)
     if (memory := _open(path, key, size)) is not None:
-        return PackedWeights(_addresses(memory, _HEADER_BYTES, places), memory)
+        return PackedWeights(_addresses(memory, _HEADER_BYTES, places), memory, int8)
     weights = load()
     try:
-        _make(path, key, weights, decoder, places, size)
+        _make(path, key, weights, decoder, places, size, int8)
     except OSError as error:
         logger.info("packed weights are not shared: %s cannot be made: %s", path, error.strerror or error)
-        return pack(config, weights, decoder)
+        return pack(config, weights, decoder, int8=int8)
     if (memory := _open(path, key, size)) is None:  # another process took it away meanwhile
-        return pack(config, weights, decoder)
-    return PackedWeights(_addresses(memory, _HEADER_BYTES, places), memory)
+        return pack(config, weights, decoder, int8=int8)
+    return PackedWeights(_addresses(memory, _HEADER_BYTES, places), memory, int8)
 
 
-def _key(checkpoint: bytes, config: ModelConfig) -> str:
-    return sha256(b"\0".join((_VERSION, checkpoint, repr(config).encode(), str(TILE).encode()))).hexdigest()[:32]
+def _key(checkpoint: bytes, config: ModelConfig, int8: bool) -> str:
+    parts = (_VERSION, checkpoint, repr(config).encode(), str(TILE).encode(), *([b"int8"] if int8 else []))
+    return sha256(b"\0".join(parts)).hexdigest()[:32]
 
 
 def _parameters(config: ModelConfig, weights: DecoderWeights) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -101,13 +108,13 @@ def _parameters(config: ModelConfig, weights: DecoderWeights) -> Iterator[tuple[
         yield "lm_head", weights.lm_head, True
 
 
-def _places(config: ModelConfig, weights: DecoderWeights) -> tuple[dict[str, int], int]:
+def _places(config: ModelConfig, weights: DecoderWeights, int8: bool) -> tuple[dict[str, int], int]:
     """Offset of each parameter, and the bytes of all."""
     places, end = {}, 0
     for name, tensor, is_packed in _parameters(config, weights):
         places[name] = end
-        rows = -(-tensor.shape[0] // TILE) * TILE if is_packed else tensor.shape[0]
-        size = 2 * rows * (tensor.shape[1] if is_packed else 1)
+        rows, *columns = tensor.shape
+        size = packed_bytes(rows, columns[0], int8=int8) if is_packed else 2 * rows
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
     return places, end
 
@@ -121,7 +128,7 @@ def _fill(packed: PackedWeights, weights: DecoderWeights, decoder: NativeDecoder
     for name, tensor, is_packed in _parameters(weights.config, weights):
         values = tensor.contiguous()
         if is_packed:
-            decoder.pack_weight(values.data_ptr(), packed.addresses[name], *values.shape)
+            decoder.pack_weight(values.data_ptr(), packed.addresses[name], *values.shape, int8=packed.int8)
         else:
             ctypes.memmove(packed.addresses[name], values.data_ptr(), 2 * values.numel())
 
@@ -133,6 +140,7 @@ def _make(
     decoder: NativeDecoder,
     places: dict[str, int],
     size: int,
+    int8: bool,
 ) -> None:
     """Under its name it is whole or not at all. Of processes that make it at once the first one's stays."""
     unfinished = path.with_name(f"{path.name}.{uuid4().hex}")
@@ -140,12 +148,12 @@ def _make(
     try:
         os.posix_fallocate(descriptor, 0, _HEADER_BYTES + size)  # a full disk is an error here, and a signal later
         with mmap.mmap(descriptor, _HEADER_BYTES + size) as memory:
-            _fill(PackedWeights(_addresses(memory, _HEADER_BYTES, places), memory), weights, decoder)
+            _fill(PackedWeights(_addresses(memory, _HEADER_BYTES, places), memory, int8), weights, decoder)
             memory[: len(_head(key))] = _head(key)
             memory[_HEADER_BYTES - _DIGEST_BYTES : _HEADER_BYTES] = _digest(memory)
         with suppress(FileExistsError):
             os.link(unfinished, path)
-        for old in path.parent.glob(f"{_PREFIX}*.bin"):
+        for old in path.parent.glob(f"{_PREFIXES[int8]}*.bin"):
             if old != path:
                 with suppress(OSError):  # somebody else's, perhaps: it only takes room
                     old.unlink(missing_ok=True)

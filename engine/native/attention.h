@@ -12,8 +12,10 @@ constexpr int KEYS = 64;         // of a tile
 constexpr int QUERIES = 32;      // of a work item: its keys and values are rearranged once for all of them
 #ifdef KV_AVX512
 constexpr int ATTENTION_ROWS = 12;
+constexpr int ATTENTION_SUMS = 12;  // registers of sums under way: what one instruction of two products takes
 #else
 constexpr int ATTENTION_ROWS = 6;
+constexpr int ATTENTION_SUMS = 12;  // 10 keep two units busy, whose sums take 5 cycles
 #endif
 constexpr int MAX_HEAD_DIM = 256;
 constexpr float NOTHING = -1e30f;
@@ -93,6 +95,26 @@ INLINE void transpose(__m512i r[16]) {
     r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
   }
 }
+#elif defined(__AVX2__)
+// 8 rows of 8 words to 8 columns.
+INLINE void transpose(__m256i r[8]) {
+  __m256i t[8];
+  UNROLL for (int i = 0; i < 4; i++) {
+    t[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  UNROLL for (int i = 0; i < 2; i++) {
+    r[4 * i] = _mm256_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm256_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm256_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm256_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  UNROLL for (int i = 0; i < 4; i++) {
+    t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20);
+    t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
+  }
+  UNROLL for (int i = 0; i < 8; i++) r[i] = t[i];
+}
 #endif
 
 // Keys [start, start + 64) of a head as [64 / LANES][head_dim / 2][LANES] pairs; those that nobody sees as zeros.
@@ -111,6 +133,13 @@ static void pack_keys(const Context &kv, int head, int start, Seen seen, uint32_
       UNROLL for (int t = 0; t < LANES; t++) r[t] = _mm512_loadu_si512(rows[t] + 2 * j);
       transpose(r);
       UNROLL for (int i = 0; i < LANES; i++) _mm512_storeu_si512(to + size_t(j + i) * LANES, r[i]);
+    }
+#elif defined(__AVX2__)
+    for (; j + LANES <= n; j += LANES) {
+      __m256i r[LANES];
+      UNROLL for (int t = 0; t < LANES; t++) r[t] = load<__m256i>(rows[t] + 2 * j);
+      transpose(r);
+      UNROLL for (int i = 0; i < LANES; i++) store(to + size_t(j + i) * LANES, r[i]);
     }
 #endif
     for (; j < n; j++)
@@ -145,7 +174,8 @@ INLINE Ints lane_numbers() {
   return numbers;
 }
 
-INLINE Floats visible(Floats x, int key, int first, int last, float otherwise) {
+template <bool MASKED> INLINE Floats visible(Floats x, int key, int first, int last, float otherwise) {
+  if constexpr (!MASKED) return x;
   const Ints at = lane_numbers() + key;
   const Ints seen = (at >= first) & (at <= last);
   return seen ? x : all(otherwise);
@@ -154,7 +184,7 @@ INLINE Floats visible(Floats x, int key, int first, int last, float otherwise) {
 // Scores of GROUP registers of keys. Few rows take several registers at a time, to have enough sums under way; each sum
 // has the same order however many there are.
 template <int ROWS, int GROUP>
-INLINE void score(const Rows &r, const uint32_t *keys, int n, Floats (*scores)[KEYS / LANES], int first,
+ALONE static void score(const Rows &r, const uint32_t *keys, int n, Floats (*scores)[KEYS / LANES], int first,
                   const Ahead &next) {
   Floats s[ROWS][GROUP];
   UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int g = 0; g < GROUP; g++) s[m][g] = Floats{};
@@ -166,7 +196,8 @@ INLINE void score(const Rows &r, const uint32_t *keys, int n, Floats (*scores)[K
 }
 
 // Adds the weighted values of GROUP registers of elements.
-template <int ROWS, int GROUP> INLINE void mix(Rows &r, const Pair *weights, const uint32_t *values, int d, int first, const Ahead &next) {
+template <int ROWS, int GROUP>
+ALONE static void mix(Rows &r, const Pair *weights, const uint32_t *values, int d, int first, const Ahead &next) {
   Floats mixed[ROWS][GROUP];
   UNROLL for (int m = 0; m < ROWS; m++)
     UNROLL for (int g = 0; g < GROUP; g++) mixed[m][g] = load<Floats>(r.mixed[m] + first + g * LANES);
@@ -178,16 +209,24 @@ template <int ROWS, int GROUP> INLINE void mix(Rows &r, const Pair *weights, con
     UNROLL for (int g = 0; g < GROUP; g++) store(r.mixed[m] + first + g * LANES, mixed[m][g]);
 }
 
-template <int ROWS>
+// Whether every row sees all keys of the tile.
+template <int ROWS> INLINE bool all_seen(const Rows &r, int start) {
+  bool seen = true;
+  for (int m = 0; m < ROWS; m++) seen = seen && r.first_key[m] <= start && start + KEYS - 1 <= r.position[m];
+  return seen;
+}
+
+// MASKED: some key may be hidden from some row.
+template <int ROWS, bool MASKED>
 static void attend_tile(Rows &r, const uint32_t *keys, const uint32_t *values, int start, int d, float scale,
                         const Ahead &next) {
-  constexpr int BLOCKS = KEYS / LANES, GROUP = ROWS * 4 <= ATTENTION_ROWS ? 4 : ROWS * 2 <= ATTENTION_ROWS ? 2 : 1;
+  constexpr int BLOCKS = KEYS / LANES, GROUP = ROWS * 4 <= ATTENTION_SUMS ? 4 : ROWS * 2 <= ATTENTION_SUMS ? 2 : 1;
   Floats scores[ROWS][BLOCKS];
   UNROLL for (int b = 0; b < BLOCKS; b += GROUP) score<ROWS, GROUP>(r, keys, d / 2, scores, b, next);
   Pair pairs[KEYS / 2 * ROWS];
   UNROLL for (int m = 0; m < ROWS; m++) {
     UNROLL for (int b = 0; b < BLOCKS; b++)
-      scores[m][b] = visible(scores[m][b] * scale, start + b * LANES, r.first_key[m], r.position[m], NOTHING);
+      scores[m][b] = visible<MASKED>(scores[m][b] * scale, start + b * LANES, r.first_key[m], r.position[m], NOTHING);
     Floats highest = scores[m][0];
     UNROLL for (int b = 1; b < BLOCKS; b++) highest = max(highest, scores[m][b]);
     const float best = max(highest);
@@ -198,19 +237,26 @@ static void attend_tile(Rows &r, const uint32_t *keys, const uint32_t *values, i
       for (int i = 0; i < d; i += LANES) store(r.mixed[m] + i, load<Floats>(r.mixed[m] + i) * kept);
     }
     Floats total = Floats{};
-    bf16 weights[KEYS];
     UNROLL for (int b = 0; b < BLOCKS; b++) {
       Floats p = exp(scores[m][b] - r.best[m]);
-      p = visible(p, start + b * LANES, r.first_key[m], r.position[m], 0.0f);
+      p = visible<MASKED>(p, start + b * LANES, r.first_key[m], r.position[m], 0.0f);
       total += p;
-      store_bf16(weights + b * LANES, p);
+      store_pairs(pairs + b * (LANES / 2) * ROWS + m, ROWS, p);
     }
     r.total[m] += sum(total);
-    for (int t = 0; t < KEYS / 2; t++) pairs[t * ROWS + m] = pair_of(weights + 2 * t);
   }
   int i = 0;
   for (; i + GROUP * LANES <= d; i += GROUP * LANES) mix<ROWS, GROUP>(r, pairs, values, d, i, next);
   for (; i < d; i += LANES) mix<ROWS, 1>(r, pairs, values, d, i, next);
+}
+
+template <int ROWS>
+static void attend_rows(Rows &r, const uint32_t *k, const uint32_t *v, int start, int d, float scale,
+                        const Ahead &next) {
+  if (all_seen<ROWS>(r, start))
+    attend_tile<ROWS, false>(r, k, v, start, d, scale, next);
+  else
+    attend_tile<ROWS, true>(r, k, v, start, d, scale, next);
 }
 
 INLINE int attention_rows_of_step(int left) {
@@ -222,13 +268,13 @@ INLINE int attention_rows_of_step(int left) {
 static void attend_step(int rows, Rows &r, const uint32_t *k, const uint32_t *v, int start, int d, float scale,
                         const Ahead &next) {
   switch (rows) {
-    case 12: if constexpr (ATTENTION_ROWS >= 12) attend_tile<12>(r, k, v, start, d, scale, next); break;
-    case 8: if constexpr (ATTENTION_ROWS >= 8) attend_tile<8>(r, k, v, start, d, scale, next); break;
-    case 6: attend_tile<6>(r, k, v, start, d, scale, next); break;
-    case 4: attend_tile<4>(r, k, v, start, d, scale, next); break;
-    case 3: attend_tile<3>(r, k, v, start, d, scale, next); break;
-    case 2: attend_tile<2>(r, k, v, start, d, scale, next); break;
-    default: attend_tile<1>(r, k, v, start, d, scale, next);
+    case 12: if constexpr (ATTENTION_ROWS >= 12) attend_rows<12>(r, k, v, start, d, scale, next); break;
+    case 8: if constexpr (ATTENTION_ROWS >= 8) attend_rows<8>(r, k, v, start, d, scale, next); break;
+    case 6: attend_rows<6>(r, k, v, start, d, scale, next); break;
+    case 4: attend_rows<4>(r, k, v, start, d, scale, next); break;
+    case 3: attend_rows<3>(r, k, v, start, d, scale, next); break;
+    case 2: attend_rows<2>(r, k, v, start, d, scale, next); break;
+    default: attend_rows<1>(r, k, v, start, d, scale, next);
   }
 }
 

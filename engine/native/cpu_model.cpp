@@ -1,4 +1,4 @@
-// One forward pass of a dense decoder with bfloat16 weights over paged bfloat16 KV, in one call.
+// One forward pass of a dense decoder with bfloat16 or int8 weights over paged bfloat16 KV, in one call.
 //
 // Called through ctypes, which lets go of the interpreter lock. Knows no Python and no torch. What a caller says was
 // checked on the other side (engine/model/native_decoder.py).
@@ -13,11 +13,15 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "linear_int8.h"
 
 extern "C" {
 
 struct Layer {
-  const bf16 *input_norm, *qkv, *attention_out, *mlp_norm, *gate_up, *down;  // products packed, see linear.h
+  const bf16 *input_norm;
+  const void *qkv, *attention_out;  // packed, see linear.h and linear_int8.h
+  const bf16 *mlp_norm;
+  const void *gate_up, *down;  // packed
   const bf16 *qkv_bias, *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // null where a family has none
   int32_t window;    // tokens that a query sees, itself included; 0: all before it
   int32_t rotation;  // which of the batch's
@@ -26,12 +30,13 @@ struct Layer {
 struct Model {
   int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab;
   int32_t gelu;  // gate by GELU (its approximation by tanh) instead of SiLU
+  int32_t int8;  // what is packed is int8
   float norm_eps, scale;
   float norm_offset;      // added to the weights of every norm
   float embedding_scale;  // factor of every embedding
-  const bf16 *embedding;  // packed
+  const void *embedding;  // packed
   const bf16 *final_norm;
-  const bf16 *lm_head;  // packed; may be the embedding
+  const void *lm_head;  // packed; may be the embedding
   const Layer *layers;
 };
 
@@ -66,6 +71,8 @@ struct Scratch {
   std::vector<float> hidden, product;
   std::vector<bf16> normed, mixed, queries;
   std::vector<Pair> pairs;
+  std::vector<Quad> quads;
+  std::vector<float> row_scales;
   std::vector<Item> items;
   std::vector<AttentionScratch> attention;
 };
@@ -87,11 +94,17 @@ bf16 *slot(const Model &m, const Batch &b, int layer, int part, int kv_head, int
 }
 
 void embed(const Model &m, int64_t token, float *to) {
-  const bf16 *tile = m.embedding + size_t(token / TILE) * TILE * m.hidden + token % TILE * 2;
-  for (int k = 0; k < m.hidden; k += 2, tile += 2 * TILE) {
-    to[k] = to_float(tile[0]) * m.embedding_scale;
-    to[k + 1] = to_float(tile[1]) * m.embedding_scale;
+  const size_t tile = size_t(token / TILE) * TILE * m.hidden;
+  if (m.int8) {
+    const Int8Weight w = int8_weight(m.embedding, m.vocab, m.hidden);
+    const int8_t *at = w.values + tile + token % TILE * 4;
+    for (int k = 0; k < m.hidden; k += 4, at += 4 * TILE)
+      for (int i = 0; i < 4; i++) to[k + i] = at[i] * w.scales[token] * m.embedding_scale;
+    return;
   }
+  const bf16 *at = (const bf16 *)m.embedding + tile + token % TILE * 2;
+  for (int k = 0; k < m.hidden; k += 2, at += 2 * TILE)
+    for (int i = 0; i < 2; i++) to[k + i] = to_float(at[i]) * m.embedding_scale;
 }
 
 // Calls use(i, normed) for each register of the row x.
@@ -239,18 +252,30 @@ class Pass {
   }
 
   // y [rows][padded(outputs)] = x [rows][columns] W^T. y is there for all threads when this returns.
-  void multiply(const bf16 *w, const bf16 *x, float *y, int rows, int columns, int outputs) {
+  void multiply(const void *w, const bf16 *x, float *y, int rows, int columns, int outputs) {
     if (rows == 0) return;
     // Each thread packs whole steps, so that none of them is cut.
-    const int steps = (rows + MAX_ROWS - 1) / MAX_ROWS;
-#pragma omp for schedule(static)
-    for (int i = 0; i < steps; i++) {
-      const int first = i * MAX_ROWS, n = std::min(MAX_ROWS, rows - first);
-      pack_rows(x + size_t(first) * columns, &s.pairs[size_t(first) * (columns / 2)], n, columns);
-    }
-    const int tiles = padded(outputs) / TILE;
-#pragma omp for schedule(static)
-    for (int i = 0; i < tiles; i++) multiply_tiles(w, s.pairs.data(), y, rows, columns, padded(outputs), i, i + 1);
+    each((rows + MAX_ROWS - 1) / MAX_ROWS, [&](int i) {
+      const size_t first = size_t(i) * MAX_ROWS;
+      const int n = std::min(MAX_ROWS, rows - int(first));
+      if (m.int8)
+        pack_rows_int8(x + first * columns, &s.quads[first * (columns / 4)], &s.row_scales[first], n, columns);
+      else
+        pack_rows(x + first * columns, &s.pairs[first * (columns / 2)], n, columns);
+    });
+    const int tiles = padded(outputs) / TILE, n = threads();
+    each(n, [&](int i) {
+      const int first = int(int64_t(tiles) * i / n), last = int(int64_t(tiles) * (i + 1) / n);
+      const size_t stride = padded(outputs);
+      if (m.int8) {
+        const Int8Step step = {
+            int8_weight(w, outputs, columns), s.quads.data(), s.row_scales.data(), y, columns, stride};
+        for_each_tile(rows, sizeof(Quad) * columns / 4, first, last, step);
+      } else {
+        const Bf16Step step = {(const bf16 *)w, s.pairs.data(), y, columns, stride};
+        for_each_tile(rows, sizeof(Pair) * columns / 2, first, last, step);
+      }
+    });
   }
 
   template <class Work> void each(int n, Work work) {
@@ -265,6 +290,14 @@ class Pass {
     return 0;
 #endif
   }
+
+  static int threads() {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+  }
 };
 
 void prepare(const Model &m, const Batch &b, Scratch &s, int threads) {
@@ -276,7 +309,8 @@ void prepare(const Model &m, const Batch &b, Scratch &s, int threads) {
   s.product.resize(T * padded(widest));
   s.mixed.resize(T * std::max(heads, size_t(m.intermediate)));
   s.queries.resize(T * heads);
-  s.pairs.resize((T + MAX_ROWS) * most_inputs / 2);
+  (m.int8 ? s.quads.resize((T + MAX_ROWS) * most_inputs / 4) : s.pairs.resize((T + MAX_ROWS) * most_inputs / 2));
+  s.row_scales.resize(T);
   s.attention.resize(threads);
   s.items.clear();
   // One item reads a block's heads one after the other, as they lie; with several threads each takes some of the heads.
@@ -306,21 +340,30 @@ const char *kv_instruction_set() {
 #endif
 }
 
-// W [rows][columns] row after row to tiles; rows beyond the last one are zeros. See linear.h.
-void kv_pack_weight(const bf16 *from, bf16 *to, int32_t rows, int32_t columns) {
-  for (int tile = 0; tile < padded(rows) / TILE; tile++, to += size_t(TILE) * columns)
-    for (int r = 0; r < TILE; r++) {
-      const int row = tile * TILE + r;
-      for (int k = 0; k < columns; k++)
-        to[size_t(k / 2) * 2 * TILE + 2 * r + k % 2] = row < rows ? from[size_t(row) * columns + k] : 0;
-    }
+// See linear.h and linear_int8.h.
+void kv_pack_weight(const bf16 *from, void *to, int32_t rows, int32_t columns, int32_t int8) {
+  if (int8)
+    pack_weight_int8(from, to, rows, columns);
+  else
+    pack_weight(from, (bf16 *)to, rows, columns);
 }
 
 // For tests: y [rows][padded(outputs)] = x [rows][columns] W^T.
-void kv_linear(const bf16 *w, const bf16 *x, float *y, int32_t rows, int32_t columns, int32_t outputs) {
-  std::vector<Pair> pairs(size_t(rows) * columns / 2);
-  pack_rows(x, pairs.data(), rows, columns);
-  multiply_tiles(w, pairs.data(), y, rows, columns, padded(outputs), 0, padded(outputs) / TILE);
+void kv_linear(const void *w, const bf16 *x, float *y, int32_t rows, int32_t columns, int32_t outputs, int32_t int8) {
+  const int tiles = padded(outputs) / TILE;
+  if (int8) {
+    std::vector<Quad> quads(size_t(rows) * columns / 4);
+    std::vector<float> scales(rows);
+    pack_rows_int8(x, quads.data(), scales.data(), rows, columns);
+    const Int8Step step = {
+        int8_weight(w, outputs, columns), quads.data(), scales.data(), y, columns, size_t(padded(outputs))};
+    for_each_tile(rows, sizeof(Quad) * columns / 4, 0, tiles, step);
+  } else {
+    std::vector<Pair> pairs(size_t(rows) * columns / 2);
+    pack_rows(x, pairs.data(), rows, columns);
+    const Bf16Step step = {(const bf16 *)w, pairs.data(), y, columns, size_t(padded(outputs))};
+    for_each_tile(rows, sizeof(Pair) * columns / 2, 0, tiles, step);
+  }
 }
 
 // For tests: one layer's attention. q and out [queries][heads][head_dim], all queries of one sequence.

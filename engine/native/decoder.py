@@ -18,7 +18,13 @@ TILE = 32
 MAX_HEAD_DIM = 256
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=gnu++17", "-O3", build.THIS_CPU, "-fPIC", "-shared")
-_INCLUDES = ("simd.h", "linear.h", "attention.h")
+_INCLUDES = ("simd.h", "tiles.h", "linear.h", "linear_int8.h", "attention.h")
+
+
+def packed_bytes(rows: int, columns: int, *, int8: bool) -> int:
+    """Of a packed weight; see `linear.h` and `linear_int8.h`."""
+    padded = -(-rows // TILE) * TILE
+    return padded * (columns + 8) if int8 else 2 * padded * columns
 
 
 class LayerParts(ctypes.Structure):
@@ -44,6 +50,7 @@ class ModelParts(ctypes.Structure):
         ("head_dim", c_int32),
         ("vocab", c_int32),
         ("gelu", c_int32),
+        ("int8", c_int32),
         ("norm_eps", c_float),
         ("scale", c_float),
         ("norm_offset", c_float),
@@ -92,13 +99,14 @@ class AttentionShape(ctypes.Structure):
 
 
 class NativeDecoder:
-    """Kernels for bfloat16 weights and KV. Knows addresses, no tensors: who calls has checked all that they say."""
+    """Kernels for bfloat16 or int8 weights and bfloat16 KV. Knows addresses, no tensors: who calls has checked all that
+    they say."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         _declare(library, "kv_instruction_set", result=ctypes.c_char_p)
-        _declare(library, "kv_pack_weight", c_void_p, c_void_p, c_int32, c_int32)
-        _declare(library, "kv_linear", c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32)
+        _declare(library, "kv_pack_weight", c_void_p, c_void_p, c_int32, c_int32, c_int32)
+        _declare(library, "kv_linear", c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32)
         _declare(library, "kv_attention", *[c_void_p] * 5, c_float)
         _declare(library, "kv_scratch_new", result=c_void_p)
         _declare(library, "kv_scratch_delete", c_void_p)
@@ -110,9 +118,9 @@ class NativeDecoder:
         name: bytes = self._library.kv_instruction_set()
         return name.decode()
 
-    def pack_weight(self, weight: int, packed: int, rows: int, columns: int) -> None:
-        """From [rows][columns] to tiles: `packed` has room for the rows rounded up to whole tiles."""
-        self._library.kv_pack_weight(weight, packed, rows, columns)
+    def pack_weight(self, weight: int, packed: int, rows: int, columns: int, *, int8: bool = False) -> None:
+        """From [rows][columns] bfloat16 to tiles, of int8 on request: `packed` has room for `packed_bytes`."""
+        self._library.kv_pack_weight(weight, packed, rows, columns, int8)
 
     def new_scratch(self) -> int:
         """Memory that passes keep between them, for one at a time; `delete_scratch` gives it back."""
@@ -130,9 +138,9 @@ class NativeDecoder:
         done: int = self._library.kv_forward(ctypes.byref(model), ctypes.byref(batch), scratch, logits, num_threads)
         return done != 0
 
-    def linear(self, packed: int, x: int, y: int, rows: int, columns: int, outputs: int) -> None:
+    def linear(self, packed: int, x: int, y: int, rows: int, columns: int, outputs: int, *, int8: bool = False) -> None:
         """One product of a pass, alone: y [rows][outputs rounded up] float32 = x [rows][columns] W^T."""
-        self._library.kv_linear(packed, x, y, rows, columns, outputs)
+        self._library.kv_linear(packed, x, y, rows, columns, outputs, int8)
 
     def attention(self, q: int, out: int, pool: int, table: int, shape: AttentionShape, scale: float) -> None:
         """A layer's attention alone, for the last tokens of one sequence. q, out: [query][head][head_dim] bfloat16."""

@@ -5,25 +5,17 @@
 // the columns, whatever rows come with it and however many threads there are: results do not depend on the batch.
 #pragma once
 
-#include <vector>
-
 #include "simd.h"
+#include "tiles.h"
 
-constexpr int TILE = 32;
-constexpr int PARTS = 2;  // registers of outputs that one pass over a tile fills, for each row
-#ifdef KV_AVX512
-constexpr int MAX_ROWS = 12;  // with 2 parts 24 accumulators, of 32 registers
-#else
-constexpr int MAX_ROWS = 6;  // 12 of 16
-#endif
-
-INLINE int padded(int rows) { return (rows + TILE - 1) / TILE * TILE; }
-
-// How many of `left` rows the next step takes.
-INLINE int rows_of_step(int left) {
-  for (const int rows : {12, 8, 6, 4, 2})
-    if (rows <= MAX_ROWS && rows <= left) return rows;
-  return 1;
+// W [rows][columns] row after row to tiles; rows beyond the last one are zeros.
+static void pack_weight(const bf16 *from, bf16 *to, int rows, int columns) {
+  for (int tile = 0; tile < padded(rows) / TILE; tile++, to += size_t(TILE) * columns)
+    for (int r = 0; r < TILE; r++) {
+      const int row = tile * TILE + r;
+      for (int k = 0; k < columns; k++)
+        to[size_t(k / 2) * 2 * TILE + 2 * r + k % 2] = row < rows ? from[size_t(row) * columns + k] : 0;
+    }
 }
 
 // x [rows][columns] to pairs: step after step of rows, each [columns / 2][rows of the step].
@@ -40,38 +32,26 @@ static void pack_rows(const bf16 *x, Pair *pairs, int rows, int columns) {
   }
 }
 
-// PARTS registers of outputs, of a tile.
-template <int ROWS> static void tile_product(const bf16 *w, const Pair *pairs, int columns, float *y, size_t stride) {
-  Floats sums[ROWS][PARTS];
-  UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int h = 0; h < PARTS; h++) sums[m][h] = Floats{};
-  for (int k = 0; k < columns / 2; k++) {
-    const bf16 *at = w + size_t(k) * 2 * TILE;
-    UNROLL for (int h = 0; h < PARTS; h++) prefetch((const char *)(at + 2 * h * LANES) + 4096);
-    add_products<ROWS, PARTS>(sums, (const uint32_t *)at, LANES, pairs + size_t(k) * ROWS);
-  }
-  UNROLL for (int m = 0; m < ROWS; m++)
-    UNROLL for (int h = 0; h < PARTS; h++) store(y + m * stride + h * LANES, sums[m][h]);
-}
+struct Bf16Step {
+  const bf16 *weight;
+  const Pair *pairs;
+  float *y;  // [rows][stride]
+  int columns;
+  size_t stride;
 
-// Tiles [first, last) of y [rows][stride] from packed rows and weights.
-static void multiply_tiles(
-    const bf16 *w, const Pair *pairs, float *y, int rows, int columns, size_t stride, int first, int last) {
-  constexpr int PASSES = TILE / (PARTS * LANES);
-  for (int pass = first * PASSES; pass < last * PASSES; pass++) {
-    const bf16 *part = w + size_t(pass / PASSES) * TILE * columns + pass % PASSES * (2 * PARTS * LANES);
-    for (int m = 0; m < rows;) {
-      const int c = rows_of_step(rows - m);
-      const Pair *x = pairs + size_t(m) * (columns / 2);
-      float *to = y + m * stride + size_t(pass) * PARTS * LANES;
-      switch (c) {
-        case 12: tile_product<12>(part, x, columns, to, stride); break;
-        case 8: tile_product<8>(part, x, columns, to, stride); break;
-        case 6: tile_product<6>(part, x, columns, to, stride); break;
-        case 4: tile_product<4>(part, x, columns, to, stride); break;
-        case 2: tile_product<2>(part, x, columns, to, stride); break;
-        default: tile_product<1>(part, x, columns, to, stride);
-      }
-      m += c;
+  template <int ROWS, int N> ALONE void run(int row, int tile, int part) const {
+    const bf16 *w = weight + size_t(tile) * TILE * columns + size_t(part) * 2 * LANES;
+    const Pair *x = pairs + size_t(row) * (columns / 2);
+    const int n = columns / 2;
+    Floats sums[ROWS][N];
+    UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int g = 0; g < N; g++) sums[m][g] = Floats{};
+    for (int k = 0; k < n; k++) {
+      const bf16 *at = w + size_t(k) * 2 * TILE;
+      UNROLL for (int g = 0; g < N; g++) prefetch((const char *)(at + 2 * g * LANES) + 4096);
+      add_products<ROWS, N>(sums, (const uint32_t *)at, LANES, x + size_t(k) * ROWS);
     }
+    float *to = y + row * stride + size_t(tile) * TILE + size_t(part) * LANES;
+    UNROLL for (int m = 0; m < ROWS; m++)
+      UNROLL for (int g = 0; g < N; g++) store(to + m * stride + g * LANES, sums[m][g]);
   }
-}
+};

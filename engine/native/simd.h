@@ -10,6 +10,7 @@
 #define KV_AVX512 1
 constexpr int LANES = 16;
 #elif defined(__AVX2__)
+#include <immintrin.h>
 constexpr int LANES = 8;
 #else
 constexpr int LANES = 4;
@@ -20,6 +21,7 @@ constexpr int LANES = 4;
 
 #define UNROLL _Pragma("GCC unroll 16")
 #define INLINE static inline __attribute__((always_inline))
+#define ALONE __attribute__((noinline))  // a loop that needs all registers: within others it gets fewer
 
 typedef uint16_t bf16;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
@@ -55,11 +57,17 @@ INLINE bf16 to_bf16(float f) {
   return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// The same, in the upper halves; the lower ones are anything.
+INLINE Words rounded_bf16(Floats v) {
+  const Words bits = (Words)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  return (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : rounded;
+}
+
 INLINE void store_bf16(bf16 *p, Floats v) {
 #ifdef KV_BF16_DOT
   _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
 #else
-  UNROLL for (int i = 0; i < LANES; i++) p[i] = to_bf16(v[i]);
+  store(p, __builtin_convertvector(rounded_bf16(v) >> 16, Halves));
 #endif
 }
 
@@ -91,6 +99,41 @@ struct Pair {
 INLINE Pair pair_of(const bf16 *two) { return {to_float(two[0]), to_float(two[1])}; }
 #endif
 
+// LANES / 2 pairs of the numbers v, rounded to bfloat16; of each pair they lie `stride` pairs behind the one before.
+INLINE void store_pairs(Pair *to, size_t stride, Floats v) {
+#ifdef KV_BF16_DOT
+  bf16 rounded[LANES];
+  store_bf16(rounded, v);
+  UNROLL for (int i = 0; i < LANES / 2; i++) to[i * stride] = pair_of(rounded + 2 * i);
+#else
+  float rounded[LANES];
+  store(rounded, rounded_bf16(v) & 0xffff0000u);
+  UNROLL for (int i = 0; i < LANES / 2; i++) memcpy(to + i * stride, rounded + 2 * i, sizeof(Pair));
+#endif
+}
+
+#ifndef KV_BF16_DOT
+// sums[m][g] += outputs(g) * row(m). What is fewer is kept in registers: 12 sums leave 4, of 16.
+template <int ROWS, int GROUPS, class Outputs, class Row>
+INLINE void add_halves(Floats (*sums)[GROUPS], Outputs outputs, Row row) {
+  if constexpr (ROWS < GROUPS) {
+    Floats same[ROWS];
+    UNROLL for (int m = 0; m < ROWS; m++) same[m] = all(row(m));
+    UNROLL for (int g = 0; g < GROUPS; g++) {
+      const Floats w = outputs(g);
+      UNROLL for (int m = 0; m < ROWS; m++) sums[m][g] += w * same[m];
+    }
+  } else {
+    Floats w[GROUPS];
+    UNROLL for (int g = 0; g < GROUPS; g++) w[g] = outputs(g);
+    UNROLL for (int m = 0; m < ROWS; m++) {
+      const Floats same = all(row(m));
+      UNROLL for (int g = 0; g < GROUPS; g++) sums[m][g] += w[g] * same;
+    }
+  }
+}
+#endif
+
 // Adds to each sum of each row the products of the row's pair and the pairs of LANES outputs; of each group of LANES they
 // lie `stride` pairs behind those of the group before.
 template <int ROWS, int GROUPS>
@@ -102,24 +145,28 @@ INLINE void add_products(Floats (*sums)[GROUPS], const uint32_t *pairs, size_t s
       sums[m][g] = (Floats)_mm512_dpbf16_ps((__m512)sums[m][g], (__m512bh)w, (__m512bh)all(x[m]));
   }
 #else
-  // A row's number is spread once for all groups: 12 sums, 2 registers of outputs and 1 of the row are all there are.
-  Floats w[GROUPS];
-  UNROLL for (int g = 0; g < GROUPS; g++) w[g] = (Floats)(load<Words>(pairs + g * stride) << 16);
-  UNROLL for (int m = 0; m < ROWS; m++) {
-    const Floats same = all(x[m].first);
-    UNROLL for (int g = 0; g < GROUPS; g++) sums[m][g] += w[g] * same;
-  }
-  UNROLL for (int g = 0; g < GROUPS; g++) w[g] = (Floats)(load<Words>(pairs + g * stride) & 0xffff0000u);
-  UNROLL for (int m = 0; m < ROWS; m++) {
-    const Floats same = all(x[m].second);
-    UNROLL for (int g = 0; g < GROUPS; g++) sums[m][g] += w[g] * same;
-  }
+  add_halves<ROWS, GROUPS>(
+      sums, [&](int g) { return (Floats)(load<Words>(pairs + g * stride) << 16); }, [&](int m) { return x[m].first; });
+  add_halves<ROWS, GROUPS>(
+      sums, [&](int g) { return (Floats)(load<Words>(pairs + g * stride) & 0xffff0000u); },
+      [&](int m) { return x[m].second; });
 #endif
 }
+
+#if defined(__AVX2__) && !defined(KV_AVX512)
+// of(of(0, 4), of(2, 6)) with of(of(1, 5), of(3, 7)).
+template <class Of> INLINE float folded(Floats v, Of of) {
+  const __m128 four = of(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  const __m128 two = of(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(of(two, _mm_movehdup_ps(two)));
+}
+#endif
 
 INLINE float sum(Floats v) {
 #ifdef KV_AVX512
   return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX2__)
+  return folded(v, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
 #else
   float a[LANES];
   store(a, v);
@@ -133,6 +180,8 @@ INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
 INLINE float max(Floats v) {
 #ifdef KV_AVX512
   return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__AVX2__)
+  return folded(v, [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
 #else
   float m = v[0];
   for (int i = 1; i < LANES; i++) m = m > v[i] ? m : v[i];

@@ -12,6 +12,7 @@ import pytest
 from fake_worker import FINGERPRINT, FakeWorker
 from router_fleet import CONFIG
 
+from engine.model_config import weights_fingerprint
 from kvrelay.v1 import worker_pb2
 from router.registry import MAX_DEPARTED, Registry
 from router.worker_client import WorkerClient, WorkerState
@@ -102,6 +103,16 @@ async def test_a_worker_with_another_block_size_than_the_fleet_is_refused(worker
     await workers.until(WorkerState.READY)
     registry.add_addresses([await workers.start(FakeWorker("prefill", "p0", block_size=8))])
     await workers.until(WorkerState.LOST, "its block_size is 8, that of 'd0' is 4", at=1)
+    registry.check_integrity()
+
+
+async def test_workers_with_weights_in_int8_serve_among_themselves_only(workers: Workers) -> None:
+    registry = workers.start_registry()
+    int8 = weights_fingerprint(FINGERPRINT, "int8")
+    registry.add_addresses([await workers.start(FakeWorker("decode", "d0", fingerprint=int8))])
+    await workers.until(WorkerState.READY)
+    registry.add_addresses([await workers.start(FakeWorker("prefill", "p0"))])
+    await workers.until(WorkerState.LOST, "its weights_dtype is not that of 'd0'", at=1)
     registry.check_integrity()
 
 

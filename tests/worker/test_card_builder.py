@@ -135,6 +135,11 @@ def test_without_a_card_a_worker_that_would_take_one_runs_on_the_cpu_and_says_wh
     assert parts.kernels.startswith("reference")
 
 
+def test_int8_weights_are_refused_on_a_card(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="device cuda: weights_dtype int8 is for CPUs only"):
+        build_engine(config(folder, device="cuda", weights_dtype="int8"), open_stand_in)
+
+
 def test_auto_leaves_cards_alone_of_which_no_share_is_given(folder: Path) -> None:
     def touched(name: str) -> Device:
         raise AssertionError("a card was opened")

@@ -147,6 +147,17 @@ def test_native_kernels_compute_where_they_can(tmp_path: Path) -> None:
     assert parts.kernels.startswith("native ")
 
 
+def test_blocks_of_int8_weights_are_never_those_of_bfloat16(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    roots = set()
+    for weights_dtype in ("auto", "int8"):
+        parts = build_engine(EngineConfig(model_path=str(folder), kv_memory_bytes=1 << 20, weights_dtype=weights_dtype))
+        parts.kv.close()
+        roots.add(parts.identity.root(b""))
+
+    assert len(roots) == 2
+
+
 def test_where_they_cannot_the_reference_computes_and_it_is_said_why(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     make_tiny_model(tmp_path / "model")

@@ -18,6 +18,7 @@ from engine.batch import ForwardBatch
 from engine.config import LocalLayers, ModelConfig, RopeScaling
 from engine.errors import InternalError
 from engine.interruption import PassControl, PassStopped
+from engine.model.decoder import DecoderModel
 from engine.model.native_decoder import NativeModel, obstacle
 from engine.model.packed_weights import pack
 from engine.model.registry import load_model
@@ -46,6 +47,12 @@ def runner(config: ModelConfig, decoder: NativeDecoder, *, num_threads: int = 1,
     weights = pack(config, weights_of(config, random_tensors(config), "bfloat16"), decoder)
     model = NativeModel(config, weights, decoder, num_threads)
     return PagedRunner(model, block_size=block_size, num_blocks=400, dtype="bfloat16")
+
+
+def int8_runner(decoder: NativeDecoder, config: ModelConfig = TINY, num_threads: int = 1) -> PagedRunner:
+    weights = pack(config, weights_of(config, random_tensors(config), "bfloat16"), decoder, int8=True)
+    model = NativeModel(config, weights, decoder, num_threads)
+    return PagedRunner(model, block_size=16, num_blocks=400, dtype="bfloat16")
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
@@ -153,6 +160,32 @@ def random_config(seed: int) -> tuple[ModelConfig, int, list[int]]:
     return config, rng.choice([1, 8, 16, 32]), chunks
 
 
+@pytest.mark.parametrize("name", ["grouped queries", "untied"])
+def test_with_int8_weights_it_is_as_near_to_float64_as_the_reference(name: str, decoder: NativeDecoder) -> None:
+    config, token_ids = CONFIGS[name], random_tokens(150)
+    tensors = rounded(random_tensors(config))
+    expected = dense_logits(config, tensors, token_ids)
+    model = DecoderModel(config, weights_of(config, tensors, "bfloat16"), int8=True)
+
+    def error(run: PagedRunner) -> float:
+        return float(np.abs(run.run("a", token_ids, [1, 30, 2, 77, 40]).numpy() - expected).mean())
+
+    reference = error(PagedRunner(model, block_size=16, dtype="bfloat16"))
+    in_bfloat16 = error(runner(config, decoder))
+    assert in_bfloat16 < error(int8_runner(decoder, config)) <= 1.2 * reference
+
+
+def test_with_int8_weights_chunks_neighbours_and_threads_change_no_bit(decoder: NativeDecoder) -> None:
+    token_ids = random_tokens(90)
+    whole = int8_runner(decoder).run("a", token_ids, [90])
+
+    other = int8_runner(decoder, num_threads=3)
+    parts = [other.forward({"n": random_tokens(5, seed=1), "a": token_ids[:13]})["a"]]
+    parts += [other.forward({"a": [token_id]})["a"] for token_id in token_ids[13:30]]
+    parts += [other.forward({"a": token_ids[30:]})["a"]]
+    assert torch.equal(torch.cat(parts), whole)
+
+
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32])
 def test_chunks_and_neighbours_change_no_bit(block_size: int, decoder: NativeDecoder) -> None:
     token_ids = random_tokens(90)
@@ -247,6 +280,13 @@ def test_what_leads_outside_is_refused_before_anything_is_written(
 )
 def test_what_it_cannot_run_it_says(config: ModelConfig, dtype: str, kv_dtype: str, why: str | None) -> None:
     assert obstacle(config, dtype, kv_dtype) == why
+
+
+def test_it_has_no_room_for_int8_sums_of_very_many_products() -> None:
+    assert obstacle(replace(TINY, intermediate_size=1 << 16), "bfloat16", "bfloat16", "int8") is None
+    why = obstacle(replace(TINY, intermediate_size=1 << 17), "bfloat16", "bfloat16", "int8")
+    assert why is not None
+    assert "131072 products" in why
 
 
 @pytest.mark.model

@@ -140,6 +140,20 @@ def test_another_model_has_another_file_and_the_old_one_goes(
     assert files(tmp_path) != before
 
 
+def test_int8_weights_have_a_file_beside_that_of_bfloat16(tmp_path: Path, decoder: NativeDecoder) -> None:
+    made = load_packed(tmp_path, CHECKPOINT, TINY, weights, decoder, int8=True)
+    in_bfloat16 = load_packed(tmp_path, CHECKPOINT, TINY, weights, decoder)
+    found = load_packed(tmp_path, CHECKPOINT, TINY, nothing, decoder, int8=True)
+
+    sizes = sorted(path.stat().st_size for path in files(tmp_path))
+    assert len(sizes) == 2
+    assert sizes[0] < 0.75 * sizes[1]
+    expected = logits(pack(TINY, weights(), decoder, int8=True), decoder)
+    assert torch.equal(logits(made, decoder), expected)
+    assert torch.equal(logits(found, decoder), expected)
+    assert not torch.equal(logits(in_bfloat16, decoder), expected)
+
+
 def test_of_two_that_make_it_at_once_the_first_ones_stays(tmp_path: Path, decoder: NativeDecoder) -> None:
     made: list[int] = []
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.errors import NativeUnavailable
 from engine.kernels.reference import store_kv
+from engine.model.int8 import Int8Linear
 from engine.native import build, decoder
 from engine.native.decoder import AttentionShape, NativeDecoder
 
@@ -56,6 +57,36 @@ def test_a_product_is_the_float64_one_and_writes_all_of_its_outputs(
     expected = x.double() @ weight.double().T
     torch.testing.assert_close(y[:, :outputs].double(), expected, rtol=1e-5, atol=1e-4)
     assert not y[:, outputs:].any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 40), columns=st.integers(1, 12), outputs=st.integers(1, 100), seed=st.integers(0, 99))
+def test_an_int8_product_is_the_references_to_the_last_bit(
+    native: NativeDecoder, rows: int, columns: int, outputs: int, seed: int
+) -> None:
+    columns *= 16
+    x, weight = random_bf16(rows, columns, seed=seed), random_bf16(outputs, columns, seed=seed + 1)
+    x[0], weight[outputs // 2] = x[0] * 1e4, 0.0
+    packed = torch.full((decoder.packed_bytes(outputs, columns, int8=True),), -1, dtype=torch.int8)
+    y = torch.full((rows, -(-outputs // decoder.TILE) * decoder.TILE), torch.nan)
+
+    native.pack_weight(weight.data_ptr(), packed.data_ptr(), outputs, columns, int8=True)
+    native.linear(packed.data_ptr(), x.data_ptr(), y.data_ptr(), rows, columns, outputs, int8=True)
+
+    assert torch.equal(y[:, :outputs], Int8Linear(weight).float_product(x))
+    assert not y[:, outputs:].any()
+
+
+def test_int8_extremes_are_exact_and_what_is_not_finite_becomes_nan(native: NativeDecoder) -> None:
+    x, weight = torch.full((4, 4096), -1.0).bfloat16(), torch.full((32, 4096), 1.0).bfloat16()
+    x[1, 7], x[2, 4095] = torch.nan, -torch.inf
+    packed = torch.empty(decoder.packed_bytes(32, 4096, int8=True), dtype=torch.int8)
+    y = torch.empty(4, 32)
+    native.pack_weight(weight.data_ptr(), packed.data_ptr(), 32, 4096, int8=True)
+    native.linear(packed.data_ptr(), x.data_ptr(), y.data_ptr(), 4, 4096, 32, int8=True)
+
+    assert y[1:3].isnan().all()
+    torch.testing.assert_close(y[[0, 3]], torch.full((2, 32), -4096.0), rtol=1e-6, atol=0.0)
 
 
 def test_a_row_of_a_product_does_not_depend_on_the_others(native: NativeDecoder) -> None:
@@ -122,7 +153,7 @@ def test_attention_is_the_float64_one_and_reads_nothing_else(
 
 
 def test_it_is_built_again_for_another_text_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("cpu_model.cpp", "simd.h", "linear.h", "attention.h"):
+    for name in ("cpu_model.cpp", "simd.h", "tiles.h", "linear.h", "linear_int8.h", "attention.h"):
         (tmp_path / name).write_bytes((build.FOLDER / name).read_bytes())
     monkeypatch.setattr(build, "FOLDER", tmp_path)
     decoder.load_decoder(tmp_path / "cache")

@@ -35,6 +35,7 @@ from engine.kv_layout import KV_DTYPE_BYTES, KvLayout
 from engine.model.decoder import Model
 from engine.model.registry import load_model
 from engine.model_store import resolve_model
+from engine.native.decoder import load_decoder
 from engine.tokenizer import ChatMessage, Tokenizer
 
 BASE = "bfloat16"
@@ -172,6 +173,21 @@ def measure(model: Model, texts: Sequence[Sequence[int]], dtype: str, count_from
         run.close()
     perplexity = math.exp(-float(torch.cat(logprobs).double().mean()))
     return Outcome(perplexity, best, answers, time.monotonic() - started)
+
+
+def weights_quality(folder: Path, threads: int, native_cache: Path, limit: int = 4) -> dict[str, float]:
+    """Perplexity of short texts with weights in int8 over that in bfloat16, and how often the best token is equal, both
+    by the native kernels. Raises `NativeUnavailable` where there are none."""
+    decoder = load_decoder(native_cache)
+    texts = short_texts(Tokenizer.load(folder), read_golden())[:limit]
+    base, int8 = (
+        measure(load_model(folder, BASE, decoder, threads, weights_dtype=weights), texts, BASE, 1, weights)
+        for weights in ("auto", "int8")
+    )
+    return {
+        "int8_perplexity": int8.perplexity / base.perplexity,
+        "int8_argmax_equal": statistics.mean(map(eq, int8.best, base.best)),
+    }
 
 
 def tokens_equal(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -55,6 +55,8 @@ PEERS = {
             ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
         )
     ),
+    # Build 11549, for CPUs with AVX2; its C functions are called, not its Python.
+    "llamacpp": Peer((("install", "xllamacpp==2026.10.11549", "cffi", "gguf", "numpy"),)),
     # Without what they ask for: that is CUDA.
     "nixl": Peer((("install", "torch==2.13.0", "numpy"), ("install", "--no-deps", "nixl-cu12==1.5.1"))),
     "mooncake": Peer(
@@ -62,6 +64,13 @@ PEERS = {
         debian=("libibverbs1", "libnl-3-200", "libnl-route-3-200"),
     ),
 }
+
+
+def fastest_dtype() -> str:
+    """In which PyTorch multiplies fastest on this CPU: bfloat16 without instructions for it takes several times as long
+    as float32."""
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    return "bfloat16" if flags & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
 
 
 def unpacked(name: str) -> Path:

@@ -1,6 +1,6 @@
 """Hugging Face transformers' generate at the work of `bench.engine`. Prints rates by figure name.
 
-Arguments: model folder, threads, context tokens, output tokens.
+Arguments: model folder, threads, context tokens, output tokens, dtype.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ BEGAN = time.perf_counter()
 
 
 def main() -> None:
-    folder, threads, context, output = sys.argv[1], *map(int, sys.argv[2:])
+    folder, dtype, threads, context, output = sys.argv[1], sys.argv[5], *map(int, sys.argv[2:5])
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
 
     def generate(batch: int, prompt: int, tokens: int) -> float:
         ids = torch.randint(100, 30_000, (batch, prompt))

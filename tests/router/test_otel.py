@@ -23,9 +23,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from kvrelay.v1 import router_pb2
+from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router import otel
-from router.otel import MAX_WAITING, OtelTracer
+from router.otel import OtelTracer
 from router.telemetry import CallRecord, TraceHeaders
 
 CHAT = "/v1/chat/completions"
@@ -82,6 +82,11 @@ def collector() -> Iterator[Collector]:
     collector.stop()
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "EVERY_S", 0.02)
+
+
 @pytest.fixture
 async def front(model: ServedModel) -> AsyncIterator[HttpFront]:
     front = HttpFront(model)
@@ -122,6 +127,21 @@ async def test_a_call_is_one_trace_below_its_caller_and_its_parts_add_up_to_the_
     assert told(children["decode"])["kvrelay.worker.id"] == "d0"
     assert told(children["kv_transfer"])["kvrelay.kv.bytes"] > 0
     assert "secret" not in str(collector.spans)
+
+
+async def test_over_gRPC_the_context_comes_as_metadata(front: HttpFront, collector: Collector) -> None:
+    await front.start(otlp_endpoint=collector.endpoint)
+    request = router_pb2.GenerateRequest(prompt=b"x", n=2)
+    request.sampling.max_tokens = 3
+    async with grpc.aio.insecure_channel(front.grpc_address) as channel:
+        stub: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(channel)
+        metadata = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"),)
+        [_ async for _ in stub.Generate(request, timeout=BOUND_S, metadata=metadata)]
+    (root,) = await collector.roots(1)
+    assert (root.name, root.trace_id.hex(), root.parent_span_id.hex()) == ("text_completion fake", TRACE_ID, PARENT_ID)
+    assert told(root)["gen_ai.usage.output_tokens"] == 6
+    decodes = [told(span)["kvrelay.choice"] for span in collector.spans if span.name == "decode"]
+    assert sorted(decodes) == [0, 1]
 
 
 async def test_workers_get_the_trace_of_the_call(front: HttpFront, collector: Collector) -> None:
@@ -176,17 +196,22 @@ class Stuck(SpanExporter):
         pass
 
 
-def test_calls_that_find_no_room_are_dropped_whole_and_every_span_is_counted_once() -> None:
+def test_calls_that_find_no_room_are_dropped_whole_and_every_span_is_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = 64
+    monkeypatch.setattr(otel, "MAX_WAITING", room)
+    monkeypatch.setattr(otel, "MAX_BATCH", 16)
     stuck = Stuck()
     tracer = OtelTracer("http://127.0.0.1:1", 1.0, "r", "m", exporter=stuck)
     message = router_pb2.GenerateRequest(prompt=b"x")
     finished = router_pb2.Finished()
     finished.waterfall.parts.add(name="admit", duration_us=5)
-    for _ in range(MAX_WAITING):  # two spans each: twice the room
+    for _ in range(room):  # two spans each: twice the room
         record = CallRecord(message, "t", finished=[finished])
         tracer.end(tracer.begin(message, TraceHeaders()), record)
     dropped = tracer.counts()["dropped"]
     stuck.free.set()
     tracer.close()
-    assert dropped == MAX_WAITING
-    assert tracer.counts() == {"exported": MAX_WAITING, "failed": 0, "dropped": MAX_WAITING}
+    assert dropped == room
+    assert tracer.counts() == {"exported": room, "failed": 0, "dropped": room}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from card_pools import calls_of, card_pool, linked
-from kv_links import SETTINGS, Adopted, Done, decode_side, in_time, outgoing, prefill_side, ticket
+from kv_links import SETTINGS, Adopted, Done, Failed, decode_side, in_time, outgoing, prefill_side, ticket
 from nccl_stand_in import NcclOverGloo, RecordedWork, RecordingNccl, install
 from torch._C import _distributed_c10d as c10d
 
@@ -185,6 +186,20 @@ def test_two_pools_on_gpus_are_linked_over_nccl(monkeypatch: pytest.MonkeyPatch)
         assert sorted(devices) == ["cuda:0", "cuda:1"]
     # Nothing is pinned, and nothing copied to the host.
     assert [calls_of(pool)[1:] for pool in (source, target)] == [["in order after mark 1"]] * 2
+
+
+def test_a_peer_that_hangs_in_nccl_costs_its_link_alone_and_the_worker_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = RecordingNccl(work=RecordedWork(looks=NEVER))
+    install(monkeypatch, nccl)
+    source, target = card_pool(1), card_pool(0)
+    with linked(source, target, replace(NCCL_SETTINGS, progress_timeout_s=0.3)) as pair:
+        failed = pair.send("nccl", [9, 3])
+
+        assert isinstance(failed, Failed)
+        assert failed.error is LinkClosed
+        assert ("abort",) in nccl.calls
+        assert isinstance(pair.send("tcp", [5], "again"), Done)
+        assert pair.arrived([5])
 
 
 def test_a_gpu_without_nccl_goes_on_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_a_value_that_is_not_finite_shows_as_in_the_reference(dtype: str, value:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", QUANTIZED)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (12, 8), (64, 32)])
 def test_random_chunks_of_random_sizes(dtype: str, seed: int, head_dim: int, block_size: int) -> None:
     ours, theirs = pools(dtype, head_dim, block_size)

@@ -169,10 +169,11 @@ async def node_kill(cluster: Joined, answers: Answers) -> tuple[LoadResult, floa
     """
     await cluster.scale(decode=3)
     async with AsyncClient(cluster.router_address) as client, load(client, answers, STREAMS) as result:
-        status = await client.status()
-        while any(worker.role == "decode" and not worker.running for worker in status.workers):
-            await asyncio.sleep(POLL_S)  # until both are at work
+        async with asyncio.timeout(ORDER_S):
             status = await client.status()
+            while any(worker.role == "decode" and not worker.running for worker in status.workers):
+                await asyncio.sleep(POLL_S)  # until all are at work
+                status = await client.status()
         victim, raylet = _node_of_a_decode_worker()
         started = time.monotonic()
         os.kill(raylet, signal.SIGKILL)

@@ -91,8 +91,9 @@ class Operations:
             case "flip":
                 return await self._flip(str(order["worker"]), wait_s, tell)
             case "restart":
-                wanted = self.spec
                 self._router_restarts += 1
+                done = await self._change(self.spec, "", wait_s, tell)
+                return {**done, "changed": True, "lines": ["router: another one takes over"]}
             case _:
                 raise ConfigError(f"order: unknown: {quoted(str(name))}")
         return await self._change(wanted, str(order.get("worker", "")), wait_s, tell)

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _AGENTS_TRIED_WITH = ("2.60.",)
 _AGENT_FLAGS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")
+_WORKER_FLAG = "--python_worker_command="
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 
 
@@ -106,6 +107,15 @@ class _LeanNode(_JobNode):
             super().start_raylet(*args, **options)
 
 
+def _tied(argument: str) -> str:
+    """Of the raylet's command: its workers end with it from their first moment on. One that still starts when the
+    raylet dies would look for it for a minute. Where there is no `setpriv`, it does."""
+    setpriv = shutil.which("setpriv")
+    if setpriv is None or not argument.startswith(_WORKER_FLAG):
+        return argument
+    return f"{_WORKER_FLAG}{setpriv} --pdeathsig KILL {argument.removeprefix(_WORKER_FLAG)}"
+
+
 @contextmanager
 def _agents_replaced(agent: str) -> Iterator[None]:
     original = services.start_ray_process
@@ -114,7 +124,7 @@ def _agents_replaced(agent: str) -> Iterator[None]:
         replaced = [
             next((flag + agent for flag in _AGENT_FLAGS if argument.startswith(flag)), argument) for argument in command
         ]
-        return original(replaced, *args, **options)
+        return original([_tied(argument) for argument in replaced], *args, **options)
 
     services.start_ray_process = start
     try:

@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from cluster import state
-from cluster.config import CLUSTER_ID_VARIABLE, ray_dir
+from cluster.config import CLUSTER_ID_VARIABLE, control_path, ray_dir
+from cluster.control import send_order
 from cluster.processes import ProcessId, gone, marked
-from kvrelay import Client, Generation
+from kvrelay import Client, Generation, UnavailableError
 
 pytestmark = [pytest.mark.processes, pytest.mark.model]
 
@@ -179,7 +180,9 @@ def test_down_leaves_no_process_and_no_file_of_ray(smollm2_folder: Path) -> None
     assert not ray_dir("brief").exists()
 
 
-def test_a_killed_up_leaves_no_process_and_is_cleared_by_the_next_command(smollm2_folder: Path) -> None:
+def test_an_up_that_is_killed_in_the_middle_of_an_order_leaves_no_process_and_is_cleared_by_the_next_command(
+    smollm2_folder: Path,
+) -> None:
     command = [sys.executable, "-m", "cluster", "up", "--json", "--name", "killed", "--prefill", "0", "--port", "0"]
     with subprocess.Popen(
         [*command, "--model", str(smollm2_folder)], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -187,8 +190,15 @@ def test_a_killed_up_leaves_no_process_and_is_cleared_by_the_next_command(smollm
         assert up.stdout is not None
         assert json.loads(up.stdout.readline())["name"] == "killed"
         record = state.find_running("killed")
-        processes = processes_of(record)
-        up.kill()
+        processes: list[ProcessId] = []
+
+        def under_way(_: object) -> None:
+            processes.extend(processes_of(record))
+            up.kill()
+
+        order = {"order": "scale", "replicas": {"decode": 2}, "wait_s": BOUND_S}
+        with pytest.raises(UnavailableError, match="the cluster ended before it answered"):
+            asyncio.run(send_order(control_path("killed"), order, under_way))
     wait_until_gone(processes, 10.0)
 
     assert processes_of(record) == []

@@ -158,8 +158,8 @@ async def test_the_same_spec_applied_twice_at_once_is_done_for_both(cluster: Fak
 
 
 async def test_a_restart_of_the_router_changes_its_revision_and_nothing_else(cluster: FakeCluster) -> None:
-    await cluster.order("restart")
-    await cluster.order("restart")
+    told = [await cluster.order("restart") for _ in range(2)]
+    assert [each["lines"] for each in told] == [["router: another one takes over"]] * 2
     first, second = cluster.asked
     assert first.router != second.router
     assert first.pools == second.pools

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.processes
 
 BOUND_S = 100.0
 LINES = 120
-"""Of a batch: so many that one after the other they take longer than it takes to stop a job."""
+"""Of a batch: so many that, one after the other, they take longer than it takes to stop a job."""
 CLIENT = """
 import json, sys
 import cluster
@@ -91,8 +91,6 @@ class Running:
     environment: Mapping[str, str]
     """Of whoever comes from outside; it finds nothing by a record."""
     ca_file: str
-    source: Path
-    """Of a batch."""
     objects: Mapping[str, Any]
     """By kind, with the paths and addresses of this machine."""
 
@@ -141,11 +139,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         up = subprocess.Popen([sys.executable, "-m", "cluster", *arguments], env=environment)
         stack.callback(end, up, ray_head["lifecycle"]["preStop"]["exec"]["command"])
         wait_until_ready(supervisor["readinessProbe"]["httpGet"], ports[1], up)
-        source = folder / "in.jsonl"
-        body = {"prompt": "hello", "max_tokens": 64, "ignore_eos": True}
-        lines = [json.dumps({"custom_id": f"id-{n}", "url": "/v1/completions", "body": body}) for n in range(LINES)]
-        source.write_text("\n".join(lines) + "\n")
-        yield Running(nodes, spec, outside, str(folder / "etc" / "tls" / "ca.crt"), source, objects)
+        yield Running(nodes, spec, outside, str(folder / "etc" / "tls" / "ca.crt"), objects)
 
 
 def free_ports(count: int) -> list[int]:
@@ -214,15 +208,21 @@ def records(output: Path) -> dict[str, Any]:
     return texts
 
 
+def batch_of(count: int, max_tokens: int, folder: Path) -> Path:
+    body = {"prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True}
+    lines = [json.dumps({"custom_id": f"id-{n}", "url": "/v1/completions", "body": body}) for n in range(count)]
+    path = folder / "in.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def test_a_client_process_generates_streams_runs_a_batch_and_scales(running: Running, tmp_path: Path) -> None:
-    output = tmp_path / "out.jsonl"
+    source, output = batch_of(5, 4, tmp_path), tmp_path / "out.jsonl"
     nodes = running.nodes
-    told = json.loads(
-        running.python("-c", CLIENT, nodes.client_address, running.ca_file, str(running.source), str(output))
-    )
+    told = json.loads(running.python("-c", CLIENT, nodes.client_address, running.ca_file, str(source), str(output)))
     assert told["generated"] == told["streamed"]
     assert len(told["generated"]) == 6
-    assert (told["done"], told["failed"]) == (LINES, 0)
+    assert (told["done"], told["failed"]) == (5, 0)
     assert told["lines"] == [
         "prefill: 1 -> 2 workers: 1 worker is started",
         "prefill: 2 -> 1 workers: 1 worker is drained and stopped",
@@ -231,17 +231,17 @@ def test_a_client_process_generates_streams_runs_a_batch_and_scales(running: Run
     assert told["workers"] == ["decode-0", "decode-1", "prefill-0"]
     assert told["refusal"].startswith("ConfigError: decode: replicas must be at least 1")
     assert not told["torch"]
-    assert len(records(output)) == LINES
+    assert len(records(output)) == 5
 
 
 def test_a_job_of_ray_that_was_stopped_and_is_submitted_again_answers_each_line_once_as_a_batch_does(
     running: Running, tmp_path: Path
 ) -> None:
-    output, here = tmp_path / "job.jsonl", tmp_path / "batch.jsonl"
+    source, output, here = batch_of(LINES, 64, tmp_path), tmp_path / "job.jsonl", tmp_path / "batch.jsonl"
 
     def batch(output: Path, *options: str) -> list[str]:
         tls = ["--tls-ca", running.ca_file]
-        return ["-m", "cluster.jobs.batch", str(running.source), "-o", str(output), *tls, "--json", *options]
+        return ["-m", "cluster.jobs.batch", str(source), "-o", str(output), *tls, "--json", *options]
 
     def submit(*options: str, concurrency: int) -> None:
         entry = [sys.executable, *batch(output, "--ray", "auto", "--concurrency", str(concurrency))]

@@ -28,6 +28,10 @@ router:
   tls_cert: /etc/cert.pem
   tls_key: /etc/key.pem
   default_timeout_s: 30
+  log_calls: true
+  otlp_endpoint: http://127.0.0.1:4317
+  trace_ratio: 0.25
+log_format: json
 ray:
   address: 10.0.0.1:6379
 supervision:
@@ -47,6 +51,9 @@ def test_every_field_of_a_spec_is_read() -> None:
     assert (config.http_port, config.tls_cert) == (8080, "/etc/cert.pem")
     assert config.api_keys == str(Path.cwd() / "keys.yaml")
     assert config.public_prefixes == str(Path.cwd() / "prefixes.yaml")
+    told = (config.log_format, config.log_calls, config.otlp_endpoint, config.trace_ratio)
+    assert told == ("json", True, "http://127.0.0.1:4317", 0.25)
+    assert spec.worker_config("decode", "d", "/m", "").log_format == "json"
     assert not spec.ray.local
     assert spec.supervision.backoff_max_s == 5.5
 

@@ -213,6 +213,12 @@ def model(facts: Facts, spec: ClusterSpec) -> Finding:
     return fails("model", facts.model, "give model: an alias, a folder, a GGUF file or a Hugging Face id")
 
 
+def router_files(facts: Facts, spec: ClusterSpec) -> Finding:
+    if facts.router_files:
+        return fails("router files", facts.router_files, "router.api_keys, router.tls_*: paths on this machine")
+    return good("router files", "keys and certificates that the spec names can be read")
+
+
 def disk(facts: Facts, spec: ClusterSpec) -> Finding:
     text = f"{format_binary_size(facts.disk_bytes)} free where models are kept"
     if facts.disk_bytes < MIN_DISK_BYTES and facts.model != "ready":
@@ -242,5 +248,5 @@ def nodes(facts: Facts, spec: ClusterSpec) -> Finding:
 
 CHECKS: Sequence[Check] = (
     *(cpu, cores, memory, shm, huge_pages, open_files, disk),
-    *(ports, hosts, python, packages, compiler, cards, model, nodes),
+    *(ports, hosts, router_files, python, packages, compiler, cards, model, nodes),
 )

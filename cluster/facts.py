@@ -19,9 +19,11 @@ import psutil
 
 from cluster.spec import ROLES, ClusterSpec
 from cluster.state import running_record
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 from engine.machine import memory_bytes
 from engine.model_store import BUILT_IN_NAMES, resolve_model
+from router.tenants import load_tenants
+from router.tls import load_server_tls
 
 PACKAGES = ("ray", "torch", "grpcio", "protobuf", "uvloop")
 COMPILERS = (("cc", "gcc", "clang"), ("c++", "g++", "clang++"))
@@ -85,6 +87,8 @@ class Facts:
     """The cluster of this name runs: its ports are taken by itself."""
     model: str = "ready"
     """ready, make (from a file that is here), fetch (over the network), or the reason why there is none."""
+    router_files: str = ""
+    """What is wrong with a file of keys or certificates that the spec names."""
     disk_bytes: int
     """Free where models are kept."""
     nodes: tuple[NodeFact, ...] = ()
@@ -117,8 +121,20 @@ def gather(spec: ClusterSpec, models: Path) -> Facts:
         hosts=_foreign_hosts(spec) if spec.ray.local else {},
         runs=running_record(spec.name) is not None,
         model=_model(spec.model, models),
+        router_files=router_files_fault(spec) if spec.ray.local else "",
         disk_bytes=shutil.disk_usage(_first_existing(models)).free,
     )
+
+
+def router_files_fault(spec: ClusterSpec) -> str:
+    """What is wrong with a file of keys or certificates of its router; empty if nothing is."""
+    config = spec.router.config(model_path="", model_name="any", router_id="any")
+    try:
+        load_server_tls(config)
+        load_tenants(config.api_keys)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def versions() -> dict[str, str]:

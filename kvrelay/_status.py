@@ -7,9 +7,10 @@ retryable.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -118,13 +119,28 @@ def to_rich_status(error: EngineError, retry_after_s: float = DEFAULT_RETRY_S) -
 
 
 def abort_arguments(error: EngineError, retry_after_s: float = DEFAULT_RETRY_S) -> AbortArguments:
-    """For a servicer's edge: `await context.abort(*abort_arguments(error))`.
+    """What `abort` gives to gRPC.
 
     Clients send calls again that a router did not take because it stops (`kvrelay._channel`), and no others.
     """
     status = to_rich_status(error, retry_after_s)
     final = () if isinstance(error, Draining) else (_DO_NOT_SEND_AGAIN,)
     return status_of(error), status.message, ((DETAILS_KEY, status.SerializeToString()), *final)
+
+
+async def abort(
+    context: grpc.aio.ServicerContext[Any, Any], error: EngineError, retry_after_s: float = DEFAULT_RETRY_S
+) -> NoReturn:
+    """End a call with the status of `error`. Always raises: what gRPC wants to see.
+
+    That is `CancelledError` if the call is over already, as its deadline has passed or its client has gone: there is
+    nobody to tell, and gRPC would log the attempt as a fault.
+    """
+    try:
+        await context.abort(*abort_arguments(error, retry_after_s))
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+    raise AssertionError("abort always raises")
 
 
 def from_rpc_error(error: grpc.RpcError, peer: str = "") -> EngineError:

@@ -145,8 +145,10 @@ class History:
         else:
             self.requests_failed += 1
 
-    def find(self, request_id: str) -> RequestRecord:
+    def find(self, request_id: str, named: str | None = None) -> RequestRecord:
+        """Raises `RequestError` if there is none. `named`: as its tenant knows it, if that is another name."""
         record = self._records.get(request_id)
         if record is None:
-            raise RequestError("request_id", f"{shortened(request_id)} is not among the last {self._capacity} requests")
+            lacking = f"{shortened(named or request_id)} is not among the last {self._capacity} requests"
+            raise RequestError("request_id", lacking)
         return record

@@ -77,7 +77,7 @@ class FrontDoor:
 
     def explain(self, tenant: Tenant, request_id: str) -> router_pb2.ExplainResponse:
         """Of a recent request of this tenant."""
-        explained = self._dispatcher.history.find(tenant.qualified(request_id)).to_proto()
+        explained = self._dispatcher.history.find(tenant.qualified(request_id), request_id).to_proto()
         explained.request_id = request_id
         return explained
 

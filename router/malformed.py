@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from engine.errors import RequestError
-from kvrelay._status import abort_arguments
+from kvrelay._status import abort
 
 _LENGTH_DELIMITED = 2
 """Protobuf's wire type of text, bytes and messages."""
@@ -57,7 +57,7 @@ def _checked(handler: Any, descriptor: Descriptor) -> _Handler:
 
     async def serve_or_refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         if isinstance(request, RequestError):
-            await context.abort(*abort_arguments(request))
+            await abort(context, request)
         return await serve(request, context)
 
     checked: _Handler = handler._replace(request_deserializer=read_or_refuse, **{kind: serve_or_refuse})

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 
 from engine.errors import ConfigError, EngineError
-from kvrelay._status import abort_arguments, status_of
+from kvrelay._status import abort, status_of
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router import validate
 from router.audit import AuditLog
@@ -188,8 +188,3 @@ def _request_id_of(context: _Context) -> str:
     request_id = _metadata(context, REQUEST_ID_KEY) or uuid.uuid4().hex
     validate.check_request_id(request_id)
     return request_id
-
-
-async def abort(context: _Context, error: EngineError, retry_after_s: float) -> NoReturn:
-    await context.abort(*abort_arguments(error, retry_after_s))
-    raise AssertionError("abort always raises")

@@ -82,7 +82,9 @@ class Tenants:
             return ANYBODY
         kind, _, key = (authorization or "").partition(" ")
         if kind.lower() != "bearer" or not key:
-            raise Unauthenticated("an API key is needed: send it as `authorization: Bearer KEY`")
+            raise Unauthenticated(
+                "an API key is needed: send it as `authorization: Bearer KEY` (commands take it from KVRELAY_API_KEY)"
+            )
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found: Tenant | None = None
         for known, tenant in self._by_digest.items():  # all of them, so that the time tells nothing

@@ -56,7 +56,7 @@ class BodyReader:
         refused unread. Raises `QueueFull` if too much is in flight, of all or of the tenant."""
         limit = self._max_body_bytes if limit is None else min(limit, self._max_body_bytes)
         if request.content_length is not None and request.content_length > limit:
-            raise web.HTTPRequestEntityTooLarge(limit, request.content_length)
+            raise _too_large(limit, request.content_length)
         encoding = request.headers.get("Content-Encoding", "identity").lower()
         if encoding not in ENCODINGS:
             raise RequestError("Content-Encoding", f"must be one of {', '.join(ENCODINGS)}, got {shortened(encoding)}")
@@ -74,7 +74,7 @@ class BodyReader:
             async with asyncio.timeout(self._timeout_s):
                 async for piece in _pieces(request, encoding):
                     if len(data) + len(piece) > limit:
-                        raise web.HTTPRequestEntityTooLarge(limit, len(data) + len(piece))
+                        raise _too_large(limit, len(data) + len(piece))
                     self._check_room(tenant, len(piece))
                     self._in_flight[tenant.name] += len(piece)
                     data += piece
@@ -97,6 +97,11 @@ class BodyReader:
             return parse_object(data)
         async with self._parsing:
             return await asyncio.to_thread(_parse_large, data)
+
+
+def _too_large(limit: int, num_bytes: int) -> web.HTTPRequestEntityTooLarge:
+    text = f"body: at most {limit} bytes (max_request_bytes of the router), got {num_bytes} or more"
+    return web.HTTPRequestEntityTooLarge(limit, num_bytes, text=text)
 
 
 _WRONGLY_ENCODED = "is not encoded as its Content-Encoding or Transfer-Encoding says"

@@ -63,7 +63,8 @@ def http_error_response(error: web.HTTPException) -> web.Response:
     """What aiohttp refuses by itself: unknown paths, other methods, bodies over the limit."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
-    return web.json_response(_body(error.text or error.reason, kind, None, None), status=error.status, headers=headers)
+    param = "body" if isinstance(error, web.HTTPRequestEntityTooLarge) else None
+    return web.json_response(_body(error.text or error.reason, kind, param, None), status=error.status, headers=headers)
 
 
 def fault_response() -> web.Response:

@@ -167,6 +167,13 @@ def test_a_mistake_is_one_line_with_exit_code_1_or_2(
     assert router.requests == []
 
 
+def test_up_names_a_file_of_keys_that_is_not_there_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(f"router: {{api_keys: {tmp_path}/none.yaml}}\n")
+    result = kvrelay("up", str(tmp_path / "spec.yaml"))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"API keys: {tmp_path}/none.yaml cannot be read" in result.stderr.replace("\n", " ")
+
+
 @pytest.mark.parametrize("command", [["generate", "x"], ["status"], ["explain", "x"], ["chat"]])
 def test_an_error_of_the_router_is_one_line_without_a_traceback(router: FakeRouter, command: list[str]) -> None:
     router.error = NoWorkers("no decode worker is ready:\ndecode-0 lost")

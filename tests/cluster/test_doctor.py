@@ -66,6 +66,7 @@ def test_a_machine_that_has_all_is_good() -> None:
         ({"machine": "aarch64"}, "instructions", "slow"),
         ({"cores": 1.0}, "cores", "slow"),
         ({"load": 9.0}, "cores", "slow"),
+        ({"router_files": "api_keys: /no/file cannot be read"}, "router files", "fails"),
         ({"memory_bytes": GIB // 2}, "memory", "fails"),
         ({"available_bytes": GIB // 2}, "memory", "fails"),
         ({"shm_bytes": 64 * 1024**2}, "/dev/shm", "slow"),

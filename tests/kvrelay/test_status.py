@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent import futures
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -156,3 +158,12 @@ def test_an_unknown_name_is_an_internal_error_that_says_it() -> None:
     error = _status.error_from_name("RackOnFire", "row 4")
     assert type(error) is InternalError
     assert str(error) == "RackOnFire: row 4"
+
+
+async def test_to_end_a_call_that_is_over_is_no_fault() -> None:
+    class Over:
+        async def abort(self, *_: object) -> None:
+            raise grpc.aio.InternalError("core has ended the call")  # whether it has is a race of two processes
+
+    with pytest.raises(asyncio.CancelledError):
+        await _status.abort(cast("grpc.aio.ServicerContext[Any, Any]", Over()), errors.DeadlineExceeded("too late"))

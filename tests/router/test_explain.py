@@ -21,6 +21,8 @@ def test_only_the_last_requests_are_kept() -> None:
     with pytest.raises(RequestError, match="'a' is not among the last 2 requests") as raised:
         history.find("a")
     assert raised.value.field == "request_id"
+    with pytest.raises(RequestError, match="'a' is not among"):
+        history.find("tenant/a", "a")
     assert (history.requests_total, history.requests_failed) == (3, 0)
 
 

@@ -113,6 +113,9 @@ async def test_detokenize_takes_no_body_that_is_longer_than_the_context_could_be
     await front.start()
     async with front.http.post("/detokenize", json={"tokens": [1] * 10_000}) as response:
         assert response.status == 413
+        error = (await response.json())["error"]
+        assert error["param"] == "body"
+        assert "max_request_bytes" in error["message"]
 
 
 @pytest.mark.parametrize(

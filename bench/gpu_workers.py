@@ -39,7 +39,7 @@ _ANSWERS = ("reserved", "prefilled", "handed_over", "step", "ended")
 
 def check(report: Report, bench: Bench) -> None:
     """Figures: `worker_tokens`, those differing and those recomputed; by transport, `link_gb_per_s_*`."""
-    lengths, new_tokens = ([19, 3], 3) if bench.tiny else ([333, 1, 130, 512], 24)
+    lengths, new_tokens = ([19, 3], 3) if bench.tiny else ([333, 1, 130, 480], 24)
     shape = config_of(1, (4, 2), 16, 48, 64) if bench.tiny else config_of(6, (9, 3), 64, 1536, 8192)
     shape = replace(shape, qk_norm=False, max_model_len=64 if bench.tiny else 2048)
     prompts = [
@@ -48,6 +48,8 @@ def check(report: Report, bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = write_model(Path(name), shape)
         config = _engine_config(folder, bench)
+        if not bench.tiny:
+            _measure_pool(report, config, bench)
         expected = [tokens_of_one_engine(config, prompt, new_tokens) for prompt in prompts]
         got: list[list[int]] = []
         for transport in TRANSPORTS:
@@ -97,7 +99,7 @@ def write_model(folder: Path, shape: ModelConfig) -> Path:
 
 def tokens_of_one_engine(config: EngineConfig, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Greedy, on the CPU."""
-    parts = build_engine(replace(config, device="cpu", gpu_memory_utilization=None))
+    parts = build_engine(replace(config, device="cpu"))
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     request = Request(
         request_id="r", token_ids=list(prompt), num_prompt_tokens=len(prompt), params=params, scope=b"", arrival=0.0
@@ -114,12 +116,20 @@ def _engine_config(folder: Path, bench: Bench) -> EngineConfig:
         model_path=str(folder),
         dtype="float32",
         device="cuda",
-        gpu_memory_utilization=None if bench.tiny else 0.2,
-        num_blocks_override=32 if bench.tiny else None,
+        num_blocks_override=32
+        if bench.tiny
+        else 512,  # what a process has allocated tells nothing of one of its workers
         scheduler=SchedulerConfig(
             max_num_batched_tokens=16 if bench.tiny else 256, max_num_seqs=2 if bench.tiny else 8
         ),
     )
+
+
+def _measure_pool(report: Report, config: EngineConfig, bench: Bench) -> None:
+    """The share of the card that a pool gets of a worker's share of 0.3; nothing else is built meanwhile."""
+    parts = build_engine(replace(config, num_blocks_override=None, gpu_memory_utilization=0.3), bench.open)
+    report.figures["worker_pool_card_share"] = parts.kv.nbytes / bench.device.memory()[1]
+    parts.kv.close()
 
 
 async def _serve(

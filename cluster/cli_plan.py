@@ -185,6 +185,7 @@ def _notes(made: Plan) -> Iterator[str]:
         yield f"a request of {question.context_len:,} tokens does not fit, and is refused"
     if any(each.label.startswith("tensor_parallel_size") for each in made.alternatives):
         yield "bytes are those of one device; with tensor_parallel_size N there are N of them, with as much memory each"
+        yield "on CPUs these are processes that share one pool of kv_memory_bytes"
     most = SchedulerConfig().max_num_seqs
     if chosen.num_requests > most:
         yield f"a worker runs at most max_num_seqs requests at once; its default is {most}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.facts import Facts
+from cluster.pools import threads_of
 from cluster.spec import ROLES, ClusterSpec
 from engine.sizes import format_binary_size
 
@@ -75,7 +76,7 @@ def cpu(facts: Facts, spec: ClusterSpec) -> Finding:
 
 
 def cores(facts: Facts, spec: ClusterSpec) -> Finding:
-    threads = sum(spec.pool(role).replicas * spec.pool(role).num_threads for role in ROLES)
+    threads = sum(spec.pool(role).replicas * threads_of(spec.pool(role)) for role in ROLES)
     has = f"{facts.cores:g} cores"
     if threads > facts.cores:
         fix = "fewer replicas or num_threads, or more cores"

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from cluster.monitoring import CLUSTER, alert_groups, dashboard_text
+from cluster.pools import threads_of
 from cluster.ray_pods import (
     API_KEYS_FILE,
     API_KEYS_FOLDER,
@@ -170,7 +171,7 @@ def _worker_group(spec: ClusterSpec, role: str, store: Object) -> Object:
         "maxReplicas": most,
         "rayStartParams": store,
         "resources": {
-            "CPU": str(pool.num_threads),
+            "CPU": str(threads_of(pool)),
             **({"GPU": str(gpus)} if gpus else {}),
             role_resource(role): "1",
         },

@@ -1,13 +1,18 @@
-"""Whether the KV pools of a cluster that runs on one machine fit there together. Knows no Ray and no process."""
+"""What the workers of a pool take of a machine, and whether they fit on one together. Knows no Ray and no process."""
 
 from __future__ import annotations
 
-from cluster.spec import ROLES, ClusterSpec
+from cluster.spec import ROLES, ClusterSpec, PoolSpec
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.kv_layout import KvLayout
 from engine.plan import pool_of
 from engine.sizes import format_binary_size
+
+
+def threads_of(pool: PoolSpec) -> int:
+    """Of the kernels, in all ranks of one worker."""
+    return pool.num_threads * pool.tensor_parallel_size
 
 
 def check_pools(spec: ClusterSpec, model: ModelConfig, machine_bytes: int) -> None:

@@ -26,6 +26,7 @@ from cluster.events import ROUTER_ID, PublishWorkers
 from cluster.finders import ROUTER_ACTORS
 from cluster.health import answers, answers_tls
 from cluster.host import ActorLost, ReadyReport
+from cluster.pools import threads_of
 from cluster.processes import ProcessId, gone
 from cluster.ray_runtime import RayRuntime
 from cluster.router_actor import RouterActor
@@ -100,9 +101,7 @@ class RayHost:
         config = self._spec.worker_config(role, member_id, self._model_path, str(native_dir()))
         config = replace(config, cluster_key=self._key)
         pool = self._spec.pool(role)
-        needs = self._needs(
-            config.engine.num_threads, pool.ray_resource, pool.ray_labels, num_gpus=int(pool.takes_card)
-        )
+        needs = self._needs(threads_of(pool), pool.ray_resource, pool.ray_labels, num_gpus=int(pool.takes_card))
         return RayHandle(self, self._create(self._worker_classes[role], needs, config))
 
     def _needs(self, num_cpus: int, resource: str, labels: str = "", *, num_gpus: int = 0) -> dict[str, Any]:

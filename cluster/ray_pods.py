@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from cluster.deploy_spec import PodSpec
+from cluster.pools import threads_of
 from cluster.spec import ClusterSpec
 from engine.errors import ConfigError
 
@@ -102,7 +103,7 @@ def worker_pod(spec: ClusterSpec, role: str) -> Object:
     pool, pods = spec.pool(role), pods_of(spec, role)
     drain_s = drain_bound_s(spec)
     ray = {
-        **_container(spec, "ray-worker", worker_bytes(spec, role), cpus=pool.num_threads, gpus=pods.gpus),
+        **_container(spec, "ray-worker", worker_bytes(spec, role), cpus=threads_of(pool), gpus=pods.gpus),
         "ports": _ports(metrics=RAY_METRICS_PORT),
         "env": _ray_env(drain_s),
         "volumeMounts": [_mount("home", HOME), *_model_mounts(spec)],

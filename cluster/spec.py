@@ -74,7 +74,7 @@ class PoolSpec(Knobs):
     """Where each worker's model runs: cpu; cuda, a GPU for each worker; cuda:N, which workers may share; or auto, a GPU
     if there is one and `gpu_memory_utilization` says how much of it."""
     num_threads: int = _ENGINE.num_threads
-    """Threads of the kernels in each worker. More threads than cores in all: the workers slow each other down."""
+    """Threads of the kernels in each worker, or rank of one. More threads than cores in all: all are slower."""
     kernels: str = _ENGINE.kernels
     """Who computes on a CPU: "native" code, the PyTorch "reference", or "auto": native where it can run the model."""
     max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens

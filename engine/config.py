@@ -234,6 +234,13 @@ class EngineConfig(Knobs):
             raise ConfigError(
                 f"kernels {self.kernels} are for CPUs, and device is {self.device}: leave kernels at auto"
             )
+        if self.borrows and self.tensor_parallel_size > 1:
+            raise ConfigError(f"tensor_parallel_size {self.tensor_parallel_size}: ranks see no pool but their own")
+        if self.weights_dtype != "auto" and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"weights_dtype {self.weights_dtype}: its scales are of whole rows, and tensor_parallel_size "
+                f"{self.tensor_parallel_size} cuts them"
+            )
         if not 0.0 <= self.lent_share <= 1.0:
             raise ConfigError(f"lent_share must be in [0, 1], got {self.lent_share}")
         if self.num_threads < 1:

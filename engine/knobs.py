@@ -196,11 +196,9 @@ class Knobs:
         low=1,
         high=64,
         meaning="Devices that hold one worker's model together, each with an equal share of the KV heads, whose "
-        "number it must divide.",
+        "number it must divide. On CPUs: processes, with the threads of one worker each, that share its KV pool.",
         too_high="Each layer waits for two exchanges between the devices, which get too little work to hide them.",
         too_low="Weights and KV of a large model do not fit on one device.",
-        works=(1,),
-        instead="a worker runs on one device (tensor_parallel_size 1); for more throughput add workers",
     )
     num_blocks_override: int | None = _knob(
         None,

@@ -56,12 +56,14 @@ class KvCache:
         borrows: bool = False,
         lent_share: float = 0.0,
         fence: Callable[[], None] = lambda: None,
+        before_seal: Callable[[KvCache], None] = lambda kv: None,
     ) -> None:
         """Raises `ConfigError` naming `kv_memory_bytes` if the machine cannot hold the pool; nothing stays open.
 
         `num_host_blocks`: room in host memory for blocks that leave the pool. `borrows` (Linux): blocks of peers can
         be read beside ours. `lent_share`: of our blocks, what peers may read at once where it is. Both need `fence`,
         a full memory barrier, where another process may see our writes in another order (`engine.native.fence`).
+        `before_seal`: processes of this worker that write into the pool, too, map `fd` now. It may raise.
         """
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
@@ -82,6 +84,7 @@ class KvCache:
             if self.fd is not None and not borrows:
                 self.generations = np.frombuffer(memoryview(memory), np.uint64, num_blocks, offset)
             if self.fd is not None:
+                before_seal(self)
                 _seal(self.fd)
         except (OSError, MemoryError, OverflowError, ValueError, ConfigError) as error:
             self._close_fd()

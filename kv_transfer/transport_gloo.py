@@ -16,13 +16,12 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
-from torch import distributed
 from torch._C._distributed_c10d import Store
 
 from engine.errors import ProtocolError
+from engine.gloo import gloo_backend
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import Hello
 from kv_transfer.process_group import Backend, PairGroup, Post, Work, meet, pair_name
@@ -39,14 +38,7 @@ class GlooGroup(PairGroup):
     @classmethod
     def connect(cls, store: Store, rank: int, host: str, timeout_s: float) -> GlooGroup:
         """Meet the peer over `store`; `host` is our address that it can reach. Raises `RuntimeError` if it cannot."""
-        if not distributed.is_gloo_available():
-            raise RuntimeError("this torch is built without Gloo")
-        process_group: Any = distributed.ProcessGroupGloo  # torch's stubs know half of it
-        options = process_group._Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 1
-        options._devices = [process_group.create_device(hostname=host)]
-        return cls(process_group(store, rank, 2, options), rank)
+        return cls(gloo_backend(store, rank, 2, host, timeout_s), rank)
 
     def _run(
         self, backend: Backend, post: Post, tensors: Sequence[torch.Tensor], works: list[Work], deadline: float

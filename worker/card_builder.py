@@ -45,6 +45,8 @@ def _usable_card(config: EngineConfig, shape: ModelConfig, open_card: OpenCard) 
     name = "cuda" if config.device == "auto" else config.device
     if config.weights_dtype != "auto":
         raise ConfigError(f"device {name}: weights_dtype {config.weights_dtype} is for CPUs only")
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(f"device {name}: tensor_parallel_size {config.tensor_parallel_size} is for CPUs so far")
     try:
         import_module("triton")
     except ModuleNotFoundError:

@@ -56,7 +56,7 @@ class WorkerConfig:
         if ADOPT not in self.kv_transports:
             return self.engine
         if role == "decode":
-            return replace(self.engine, borrows=True)
+            return replace(self.engine, borrows=self.engine.tensor_parallel_size == 1)  # ranks see their own pool alone
         return replace(self.engine, lent_share=self.max_lent_share)
 
     def __post_init__(self) -> None:

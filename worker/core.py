@@ -96,6 +96,8 @@ class WorkerCore(Generic[T]):
             logger.error("the KV pool is kept: %s", error)
             return
         self.parts.kv.close()
+        if self.parts.ranks is not None:
+            await asyncio.to_thread(self.parts.ranks.close)
 
     def welcome(self, role: str, link_endpoint: bytes = b"") -> worker_pb2.Welcome:
         return worker_pb2.Welcome(

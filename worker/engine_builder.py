@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from engine.model_config import load_model_config, model_fingerprint, weights_fi
 from engine.native.decoder import NativeDecoder, load_decoder
 from engine.native.fence import load_fence
 from engine.plan import check_pool, pool_of
+from engine.tensor_parallel.ranks import Ranks
 from worker.card_builder import OpenCard, build_on_card, choose_card
 from worker.engine_parts import EngineParts, engine_around, layout_of, max_model_len_of, num_host_blocks_of
 
@@ -35,7 +37,9 @@ WARM_UP_TOKENS = 32
 
 
 def build_engine(config: EngineConfig, open_card: OpenCard = open_card) -> EngineParts:
-    """Load the model and assemble an engine around it. Raises `ModelError` or `ConfigError`.
+    """Load the model and assemble an engine around it.
+
+    Raises `ModelError`, `ConfigError`, or `WorkerLost` if a rank does not come up; then no process is left.
 
     `open_card`: a test, or a rehearsal on the CPU, brings its own.
     """
@@ -51,20 +55,34 @@ def _build_on_cpu(config: EngineConfig) -> EngineParts:
     started = time.monotonic()
     decoder, kernels = _load_decoder(config)
     compiled = time.monotonic()
-    model = load_model(
-        Path(config.model_path), config.dtype, decoder, config.num_threads, weights_dtype=config.weights_dtype
-    )
-    loaded = time.monotonic()
-    fingerprint = weights_fingerprint(model_fingerprint(Path(config.model_path)), config.weights_dtype)
-    timings = {
-        "native_s": compiled - started,
-        "model_s": loaded - compiled,
-        "fingerprint_s": time.monotonic() - loaded,
-    }
-    parts = assemble_engine(model, fingerprint, config, timings)
-    assembled = time.monotonic()
-    warm_up(model, parts.kv)
-    return replace(parts, kernels=kernels, timings={**parts.timings, "warm_up_s": time.monotonic() - assembled})
+    with ExitStack() as stack:
+        ranks: Ranks | None = None
+        model: Model
+        if config.tensor_parallel_size > 1:
+            ranks = stack.enter_context(closing(Ranks(config)))
+            model = ranks.load_model()
+        else:
+            folder = Path(config.model_path)
+            model = load_model(folder, config.dtype, decoder, config.num_threads, weights_dtype=config.weights_dtype)
+        loaded = time.monotonic()
+        fingerprint = weights_fingerprint(model_fingerprint(Path(config.model_path)), config.weights_dtype)
+        timings = {
+            "native_s": compiled - started,
+            "model_s": loaded - compiled,
+            "fingerprint_s": time.monotonic() - loaded,
+        }
+        parts = assemble_engine(model, fingerprint, config, timings, ranks.share_pool if ranks else _nothing)
+        if ranks is not None:
+            ranks.watch()
+        assembled = time.monotonic()
+        warm_up(model, parts.kv)
+        stack.pop_all()
+    timings = {**parts.timings, "warm_up_s": time.monotonic() - assembled}
+    return replace(parts, kernels=kernels, ranks=ranks, timings=timings)
+
+
+def _nothing(kv: KvCache) -> None:
+    pass
 
 
 def warm_up(model: Model, kv: KvCache) -> None:
@@ -92,32 +110,48 @@ def warm_up(model: Model, kv: KvCache) -> None:
 
 
 def assemble_engine(
-    model: Model, fingerprint: bytes, config: EngineConfig, timings: Mapping[str, float] | None = None
+    model: Model,
+    fingerprint: bytes,
+    config: EngineConfig,
+    timings: Mapping[str, float] | None = None,
+    before_seal: Callable[[KvCache], None] = _nothing,
 ) -> EngineParts:
-    """An engine around `model`, with a pool of its own. On an error no pool is left open."""
+    """An engine around `model`, with a pool of its own (`before_seal`: see there). On an error no pool is left open."""
     started = time.monotonic()
     layout = layout_of(config, model.config)
     max_model_len_of(config, model.config)
     pool = pool_of(layout, config.kv_memory_bytes, config.num_blocks_override)
     check_pool(pool, config, memory_bytes())
-    kv = _pool(layout, pool.num_blocks, num_host_blocks_of(config, layout, pool), config)
+    kv = _pool(layout, pool.num_blocks, num_host_blocks_of(config, layout, pool), config, before_seal)
     parts = engine_around(model, kv, fingerprint, config, timings=timings or {})
     return replace(parts, timings={**parts.timings, "kv_and_engine_s": time.monotonic() - started})
 
 
-def _pool(layout: KvLayout, num_blocks: int, num_host_blocks: int, config: EngineConfig) -> KvCache:
+def _pool(
+    layout: KvLayout,
+    num_blocks: int,
+    num_host_blocks: int,
+    config: EngineConfig,
+    before_seal: Callable[[KvCache], None],
+) -> KvCache:
     """One whose blocks can be lent, or that can show others', needs a memory barrier, and so a compiler."""
     if not (config.borrows or config.lent_share):
-        return KvCache(layout, num_blocks, num_host_blocks)
+        return KvCache(layout, num_blocks, num_host_blocks, before_seal=before_seal)
     try:
         if config.native_cache is None:
             raise NativeUnavailable("no native_cache is set")
         fence = load_fence(Path(config.native_cache))
     except NativeUnavailable as error:
         logger.warning("no native code, so no block is lent, and links of adopt are impossible: %s", error)
-        return KvCache(layout, num_blocks, num_host_blocks)
+        return KvCache(layout, num_blocks, num_host_blocks, before_seal=before_seal)
     return KvCache(
-        layout, num_blocks, num_host_blocks, borrows=config.borrows, lent_share=config.lent_share, fence=fence
+        layout,
+        num_blocks,
+        num_host_blocks,
+        borrows=config.borrows,
+        lent_share=config.lent_share,
+        fence=fence,
+        before_seal=before_seal,
     )
 
 
@@ -130,6 +164,8 @@ def _load_decoder(config: EngineConfig) -> tuple[NativeDecoder | None, str]:
         return None, "reference"
     shape = load_model_config(Path(config.model_path))
     why = obstacle(shape, config.dtype, config.kv_dtype(config.dtype), config.weights_dtype)
+    if config.tensor_parallel_size > 1:
+        why = f"tensor_parallel_size is {config.tensor_parallel_size}, and native code runs a model as a whole"
     if why is None and config.native_cache is None:
         why = "no native_cache is set"
     if why is None and config.native_cache is not None:

@@ -17,6 +17,7 @@ from engine.machine import memory_bytes
 from engine.model.decoder import Model
 from engine.native.blocks import NativeBlockCopier, load_block_copier
 from engine.plan import Pool, pool_of
+from engine.tensor_parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class EngineParts:
     """Where: "cpu", and why if a GPU was wanted; or a GPU, as torch names it, and which card that is."""
     timings: Mapping[str, float]
     """Seconds of each part of the build."""
+    ranks: Ranks | None = None
+    """Processes that hold shares of the model. The role closes them behind `kv`."""
 
 
 def engine_around(

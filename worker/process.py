@@ -67,6 +67,7 @@ class RunningWorker:
             "native": welcome.native,
             "kernels": welcome.kernels,
             "device": welcome.device,
+            "tensor_parallel_size": self._config.engine.tensor_parallel_size,
             "timings": {**role.timings(), "total_s": round(time.monotonic() - started, 3)},
         }
 

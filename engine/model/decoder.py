@@ -13,6 +13,7 @@ from engine.config import ModelConfig
 from engine.kernels import reference
 from engine.kernels.scoring import Scoring
 from engine.kv_cache import KvCache
+from engine.kv_layout import KvLayout
 from engine.model.int8 import Int8Linear
 from engine.model.layers import (
     Linear,
@@ -43,6 +44,25 @@ class Model(Protocol):
         """Write the KV of the batch's tokens, and return the logits of `batch.sample_rows`: [rows, vocab] float32.
 
         May raise `PassStopped` between two layers, once `batch.control` says so."""
+
+
+class PagedKv(Protocol):
+    """What the decoder needs of a `KvCache`; a rank of a tensor-parallel worker has its heads of one."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+    @property
+    def pool(self) -> torch.Tensor: ...
+    @property
+    def scales(self) -> torch.Tensor | None: ...
+
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""From a rank's part of a sum, [T, hidden], to the sum over all ranks."""
+
+
+def alone(whole: torch.Tensor) -> torch.Tensor:
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +209,14 @@ class _Products:
 class DecoderModel:
     """Every family that we run; they differ by config alone."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, *, int8: bool = False) -> None:
-        """`int8`: products and embedding are with weights that are rounded to whole numbers here."""
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, reduce: Reduce = alone, *, int8: bool = False
+    ) -> None:
+        """`reduce`, where `weights` are a rank's share: behind the products that end attention and MLP. `int8`:
+        products and embedding are with weights that are rounded to whole numbers here."""
         self.config = config
         self._weights = weights
+        self._reduce = reduce
         product = Int8Linear if int8 else Linear
         self._products = [_Products.of(layer, product) for layer in weights.layers]
         self._head = product(weights.lm_head)
@@ -206,7 +230,7 @@ class DecoderModel:
         self._gate = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv: PagedKv) -> torch.Tensor:
         """See `Model`. The residual stream is float32; products are in the type of the weights."""
         step = self._prepare(batch, kv.layout.block_size)
         hidden = self._embedding.rows(batch.token_ids)  # [T, hidden]
@@ -215,8 +239,10 @@ class DecoderModel:
         for i, layer in enumerate(self._weights.layers):
             if batch.control is not None:
                 batch.control.enter(i)
-            hidden += self._normed(self._attention(i, layer, hidden, step, kv), layer.post_attention_norm)
-            hidden += self._normed(self._mlp(i, layer, hidden), layer.post_mlp_norm)
+            hidden += self._normed(self._reduce(self._attention(i, layer, hidden, step, kv)), layer.post_attention_norm)
+            hidden += self._normed(self._reduce(self._mlp(i, layer, hidden)), layer.post_mlp_norm)
+        if not batch.sample_rows:
+            return hidden.new_empty(0, self.config.vocab_size)
         rows = hidden[torch.tensor(batch.sample_rows, dtype=torch.int64)]
         logits = self._head(self._norm(rows, self._weights.final_norm)).float()
         return soft_cap(logits, self.config.final_soft_cap)
@@ -242,7 +268,7 @@ class DecoderModel:
         )
 
     def _attention(
-        self, index: int, layer: LayerWeights, hidden: torch.Tensor, step: _Step, kv: KvCache
+        self, index: int, layer: LayerWeights, hidden: torch.Tensor, step: _Step, kv: PagedKv
     ) -> torch.Tensor:  # [T, hidden]
         config = self.config
         local = index in self._local_layers

@@ -14,6 +14,7 @@ from engine.model.packed_weights import load_packed
 from engine.model.weights import load_weights
 from engine.model_config import load_model_config, weights_digest
 from engine.native.decoder import NativeDecoder
+from engine.tensor_parallel.shards import Shard
 
 
 def load_model(
@@ -46,3 +47,13 @@ def load_model(
         return DecoderModel(config, load(), int8=int8)
     packed = load_packed(folder, weights_digest(folder), config, load, decoder, int8=int8)
     return NativeModel(config, packed, decoder, num_threads)
+
+
+def load_shard(folder: Path, dtype: str, shard: Shard) -> DecoderWeights:
+    """A rank's share of the model in `folder`.
+
+    Raises as `load_model` does, and `ConfigError` if the model has no equal shares.
+    """
+    weights = DecoderWeights(shard.config(load_model_config(folder)), getattr(torch, dtype))
+    load_weights(folder, weights.parts(), weights.ignored, shard.cut)
+    return weights

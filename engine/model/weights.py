@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,12 +15,18 @@ _INDEX = "model.safetensors.index.json"
 _SHOWN = 3
 
 
-def load_weights(folder: Path, parts: Mapping[str, torch.Tensor], ignored: frozenset[str] = frozenset()) -> None:
+Cut = Callable[[str, torch.Tensor], torch.Tensor]
+"""From a tensor of the checkpoint, by its name, to the part of it that is wanted."""
+
+
+def load_weights(
+    folder: Path, parts: Mapping[str, torch.Tensor], ignored: frozenset[str] = frozenset(), cut: Cut | None = None
+) -> None:
     """Fill every tensor of `parts` with the checkpoint's tensor of that name, converted to its type.
 
-    `ignored` are endings of names that the checkpoint may hold and nobody wants. Files are mapped, so no second copy
-    is made. Raises `ModelError` naming file and tensor: damaged or missing file, missing, unexpected or twice given
-    tensor, wrong shape. `parts` are then partly filled.
+    `ignored` are endings of names that the checkpoint may hold and nobody wants; `cut` gives the part that is wanted of
+    a tensor. Files are mapped, so no second copy is made. Raises `ModelError` naming file and tensor: damaged or
+    missing file, missing, unexpected or twice given tensor, wrong shape. `parts` are then partly filled.
     """
     filled: dict[str, Path] = {}
     for path in _files(folder):
@@ -33,7 +39,7 @@ def load_weights(folder: Path, parts: Mapping[str, torch.Tensor], ignored: froze
                 )
             if name in filled:
                 raise ModelError(f"the tensor {name} is in {filled[name]} and again in {path}")
-            _fill(parts[name], tensor, name, path)
+            _fill(parts[name], tensor if cut is None else cut(name, tensor), name, path)
             filled[name] = path
     missing = [name for name in parts if name not in filled]
     if missing:

@@ -49,7 +49,10 @@ SPECS = {
         ),
     ),
     "decode only": ClusterSpec(
-        pools=PoolsSpec(prefill=PoolSpec(replicas=0), decode=PoolSpec(replicas=3, min_replicas=1, max_replicas=4)),
+        pools=PoolsSpec(
+            prefill=PoolSpec(replicas=0),
+            decode=PoolSpec(replicas=3, min_replicas=1, max_replicas=4, num_threads=3, tensor_parallel_size=2),
+        ),
         router=RouterSpec(tls_cert="a.pem", tls_key="a.key", tls_client_ca="ca.pem"),
     ),
 }

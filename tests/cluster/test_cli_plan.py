@@ -86,8 +86,8 @@ def test_the_short_names_of_types_are_understood() -> None:
 
 
 def test_a_plan_that_workers_would_refuse_says_so() -> None:
-    (first, *_) = planned(*LLAMA_70B, "--tensor-parallel-size", "2")["notes"]
-    assert first.startswith("workers do not start with this: tensor_parallel_size 2 is not supported yet")
+    (first, *_) = planned(*LLAMA_70B, "--sliding-window", "4096")["notes"]
+    assert first.startswith("workers do not start with this: sliding_window 4096 is not supported yet")
     assert (
         "a request of 8,000 tokens does not fit"
         in planned(*LLAMA_70B[:4], "--memory", "1GB", "--context", "8000")["notes"][0]

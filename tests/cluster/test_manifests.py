@@ -19,6 +19,7 @@ from jsonschema import ValidationError
 from cluster import cli
 from cluster.deploy_spec import DeploySpec, PodSpec
 from cluster.manifests import JOB, KUSTOMIZATION, in_cluster, manifests, render
+from cluster.pools import threads_of
 from cluster.ray_pods import RAY_VERSION, stop_bound_s, worker_bytes
 from cluster.spec import ROLES, ClusterSpec, PoolSpec, PoolsSpec, RouterSpec, SupervisionSpec
 from cluster.spec_file import load_spec, parse_spec
@@ -117,7 +118,7 @@ def test_each_pool_is_a_group_with_a_pod_for_each_worker(spec: ClusterSpec) -> N
         assert (group["minReplicas"], group["maxReplicas"]) == spec.pool(role).replica_range
         assert group["replicas"] == spec.pool(role).replicas
         assert group["resources"][f"kvrelay_{role}"] == "1"
-        assert group["resources"]["CPU"] == str(spec.pool(role).num_threads)
+        assert group["resources"]["CPU"] == str(threads_of(spec.pool(role)))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -126,7 +127,7 @@ def test_a_pod_asks_for_the_threads_and_the_memory_of_its_worker(spec: ClusterSp
         if role == "head":
             continue
         pool, wanted = spec.pool(role), pod["containers"][0]["resources"]
-        assert wanted["requests"]["cpu"] == str(pool.num_threads)
+        assert wanted["requests"]["cpu"] == str(threads_of(pool))
         held = int(wanted["limits"]["memory"].removesuffix("Mi")) * MIB
         assert held - worker_bytes(spec, role) < MIB
         assert held > pool.host_pool_bytes

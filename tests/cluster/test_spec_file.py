@@ -86,9 +86,9 @@ def test_an_empty_file_is_the_default_spec() -> None:
          "(units: B, kB, MB, GB, TB, KiB, MiB, GiB, TiB), got '1G'"),
         ("pools:\n  decode:\n    replicas: 1\n    eviction_policy: fifo\n",
          "c.yaml:4: pools.decode: eviction_policy must be one of lru, got 'fifo'"),
-        ("pools:\n  prefill:\n    tensor_parallel_size: 4\n",
-         "c.yaml:3: pools.prefill: tensor_parallel_size 4 is not supported yet: a worker runs on one device "
-         "(tensor_parallel_size 1); for more throughput add workers"),
+        ("pools:\n  prefill:\n    sliding_window: 64\n",
+         "c.yaml:3: pools.prefill: sliding_window 64 is not supported yet: a model runs with the window that "
+         "its config.json gives it; leave this unset"),
         ("pools:\n  decode:\n    min_replicas: 2\n    max_replicas: 4\n    replicas: 1\n",
          "c.yaml:5: pools.decode: replicas must be in [2, 4], min_replicas to max_replicas, got 1"),
         ("pools:\n  decode:\n    min_replicas: 1\n",

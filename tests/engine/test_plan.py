@@ -161,7 +161,7 @@ def test_the_override_sets_the_blocks_and_block_sizes_are_compared_in_the_same_m
 def test_a_plan_says_what_workers_refuse_today() -> None:
     made = make_plan(question())
     assert made.chosen.refused == ""
-    assert "tensor_parallel_size 2 is not supported yet" in alternative(made, "tensor_parallel_size 2").refused
+    assert "sliding_window 1024 is not supported yet" in alternative(made, "sliding_window 1024").refused
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import asyncio
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from process_cluster import check_idle, cluster, serving
 from worker_process import WorkerProcess, make_tiny_model
 
 pytestmark = pytest.mark.processes
+TWO_RANKS = ("--tensor-parallel-size", "2")
 
 
 @pytest.fixture(scope="module")
@@ -31,24 +33,43 @@ def expected(model: Path) -> list[list[int]]:
 
 
 async def test_the_split_system_says_what_one_worker_says(model: Path, expected: list[list[int]]) -> None:
-    async with cluster(model, "prefill", "decode") as (workers, clients):
+    """Here of two ranks that prefill, and one that decodes."""
+    async with cluster(model, "prefill", "decode", flags={"prefill": TWO_RANKS}) as (workers, clients):
         assert await clients.generate_all() == expected
         for worker in workers:
             await check_idle(worker)
+        prefill, decode = (worker.ready for worker in workers)
+        assert (prefill["tensor_parallel_size"], decode["tensor_parallel_size"]) == (2, 1)
+        assert clients.blocks_adopted > 0
 
 
-@pytest.mark.parametrize("roles", [("prefill", "decode"), ("decode", "decode", "prefill")])
-async def test_a_worker_that_is_killed_in_the_middle_costs_no_token(
-    model: Path, expected: list[list[int]], roles: tuple[str, ...]
+async def test_a_prefill_worker_that_is_killed_in_the_middle_costs_no_token(
+    model: Path, expected: list[list[int]]
 ) -> None:
-    async with cluster(model, *roles) as (workers, clients):
+    async with cluster(model, "prefill", "decode") as (workers, clients):
         generating = asyncio.create_task(clients.generate_all())
         await clients.some_tokens(2)
         workers[0].send(signal.SIGKILL)
 
         assert await generating == expected
+        await check_idle(workers[1])
+
+
+async def test_a_rank_of_a_decode_worker_that_is_killed_in_the_middle_takes_the_worker_with_it_and_costs_no_token(
+    model: Path, expected: list[list[int]]
+) -> None:
+    async with cluster(model, "decode", "decode", "prefill", flags={"decode-0": TWO_RANKS}) as (workers, clients):
+        (rank,) = psutil.Process(workers[0].process.pid).children()
+        generating = asyncio.create_task(clients.generate_all())
+        await clients.some_tokens(2)
+        rank.kill()
+
+        assert await generating == expected
         for worker in workers[1:]:
             await check_idle(worker)
+        status, errors = workers[0].wait()
+        assert status == 1
+        assert "WorkerLost: " in errors  # of the rank, or of the step that it was missed in first
 
 
 async def test_a_prefill_worker_that_is_frozen_costs_no_token_and_nothing_is_left_when_it_wakes_up(

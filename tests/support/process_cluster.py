@@ -31,6 +31,8 @@ class Clients:
         self._stub = stub
         self.num_tokens = 0
         """That all clients together have got."""
+        self.blocks_adopted = 0
+        """From prefill workers, of the requests that have ended."""
         self._more = asyncio.Condition()
 
     async def generate(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
@@ -44,6 +46,7 @@ class Clients:
                 async with self._more:
                     self.num_tokens += 1
                     self._more.notify_all()
+            self.blocks_adopted += event.finished.route.blocks_adopted
         return token_ids
 
     async def generate_all(self) -> list[list[int]]:
@@ -115,9 +118,12 @@ async def serving(workers: Sequence[WorkerProcess], model: Path, silence_s: floa
 async def cluster(
     model: Path, *roles: str, flags: Mapping[str, Sequence[str]] = MappingProxyType({}), silence_s: float = 1.5
 ) -> AsyncIterator[tuple[list[WorkerProcess], Clients]]:
+    """Workers named ROLE-NUMBER, with the `flags` of that name, or of their role."""
     async with AsyncExitStack() as stack:
         workers = [
-            stack.enter_context(WorkerProcess(role, model, *FLAGS, *flags.get(role, ()), "--worker-id", f"{role}-{i}"))
-            for i, role in enumerate(roles)
+            stack.enter_context(
+                WorkerProcess(role, model, *FLAGS, "--worker-id", name, *flags.get(name, flags.get(role, ())))
+            )
+            for role, name in ((role, f"{role}-{i}") for i, role in enumerate(roles))
         ]
         yield workers, await stack.enter_async_context(serving(workers, model, silence_s))

@@ -28,8 +28,8 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KvCache]]:
     made: list[KvCache] = []
     original = KvCache.__init__
 
-    def noting(self: KvCache, *arguments: Any) -> None:
-        original(self, *arguments)
+    def noting(self: KvCache, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
         made.append(self)
 
     monkeypatch.setattr(KvCache, "__init__", noting)

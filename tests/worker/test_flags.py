@@ -115,7 +115,8 @@ def test_workers_without_a_name_get_different_ones(started: list[WorkerConfig]) 
         (["--kv-memory-bytes", "0"], "kv_memory_bytes must be at least 1, got 0"),
         (["--block-size", "24"], "block_size must be a power of two in [1, 1024], got 24"),
         (["--eviction-policy", "fifo"], "eviction_policy must be one of lru, got 'fifo'"),
-        (["--tensor-parallel-size", "2"], "tensor_parallel_size 2 is not supported yet: a worker runs on one device"),
+        (["--tensor-parallel-size", "65"], "tensor_parallel_size must be in [1, 64], got 65"),
+        (["--tensor-parallel-size", "2", "--weights-dtype", "int8"], "tensor_parallel_size 2 cuts them"),
         (
             ["--sliding-window", "64"],
             "sliding_window 64 is not supported yet: a model runs with the window that its config",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from engine.borrowing import Loan
-from engine.errors import EngineError, InternalError, TransferError
+from engine.errors import EngineError, TransferError
 from kv_transfer.outgoing import OutgoingBlock
 from kv_transfer.stats import TransferStats
 
@@ -20,6 +21,7 @@ class Seen:
     adopted: set[int] = field(default_factory=set)
     quiet: set[int] = field(default_factory=set)
     given_up: bool = False
+    loans: list[Loan] = field(default_factory=list)
 
 
 class DecodeListener:
@@ -53,7 +55,14 @@ class DecodeListener:
                 self.changed.notify_all()
 
     def blocks_lent(self, loan: Loan) -> None:
-        raise InternalError("nothing is lent here")
+        with self.changed:
+            seen = self._seen.get(loan.ticket_id)
+            if seen is not None:
+                seen.adopted.update(loan.ordinals)
+                seen.loans.append(loan)
+                self.changed.notify_all()
+        if seen is None:
+            loan.give_back(len(loan.ordinals))
 
     def link_lost(self, ticket_ids: Collection[str], error: TransferError) -> None:
         self._give_up(ticket_ids)
@@ -68,8 +77,11 @@ class DecodeListener:
 
 class PrefillListener:
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self.outcomes: queue.Queue[tuple[str, str]] = queue.Queue()
         """(request, `done` or class of error)"""
+        self.loans_over = Counter[str]()
+        """Request -> blocks."""
 
     def transfer_done(self, request_id: str, stats: TransferStats) -> None:
         self.outcomes.put((request_id, "done"))
@@ -81,4 +93,5 @@ class PrefillListener:
         """What is flipped in a source is undone behind its transfer."""
 
     def loan_over(self, request_id: str, count: int) -> None:
-        raise InternalError("nothing is lent here")
+        with self._lock:
+            self.loans_over[request_id] += count

@@ -13,7 +13,10 @@ the transfer, which reads no block for it. That reading is not in the ratio, but
 that computes the blocks. `lazy`: blocks whose digest nobody took, such as those that come back from host memory; the
 link takes it. `again`: the same transfer once more, of blocks that were not written since.
 
-`adopt_us`: without a copy, from handing the blocks to the sender until they can be read where they are.
+`adopt_us`: without a copy, from handing the blocks to the sender until they can be read where they are; the worst of
+all counts. `adopt_floor_us`: what a few bytes take between two idle Python threads of two processes, in the same run.
+What is above it is Python and numpy on either side, whose code and data the transfers before have pushed out of the
+caches.
 `kill_seen_ms`: from killing the sender in the middle of 256 MiB to the receiver's word that the link is lost.
 `exposed_ttft_percent`: of the time to the first token of a 2,048-token prompt, what its second token waits for KV.
 Peers run in an environment of their own (`make bench-peers`), in the same way against memcpy in the same process.
@@ -34,7 +37,7 @@ from dataclasses import dataclass, field, replace
 
 import click
 
-from bench import peers
+from bench import peers, wake_floor
 from bench.local_system import LocalSystem
 from bench.report import Goal, Report, median_spread
 from bench.transfer_pair import (
@@ -290,6 +293,7 @@ def measure_adopt(report: Report, counts: Collection[int], num_blocks: int, runs
                     f"load {os.getloadavg()[0]:.1f}"
                 )
     report.figures["adopt_us"] = max(medians)
+    report.figures["adopt_floor_us"] = report.peers["adopt_us"] = wake_floor.floor_us(20 * runs)
 
 
 def measure_kill(report: Report, num_blocks: int, runs: int, cache: str) -> None:

@@ -6,6 +6,7 @@ to the sender to the last acknowledgement.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import queue
 import random
@@ -31,7 +32,7 @@ from engine.native.blocks import NativeBlockCopier
 from kv_transfer.digest import BlockCopier
 from kv_transfer.identity import ADOPT, SHM, TCP, PeerIdentity
 from kv_transfer.link import LinkSettings
-from kv_transfer.sender import KvSender, LendableBlocks, OutgoingBlock, TicketInfo
+from kv_transfer.sender import BlockColumns, KvSender, OutgoingBlock, TicketInfo
 from kv_transfer.stats import TransferStats
 
 ANSWER_TIMEOUT_S = 60.0
@@ -45,6 +46,11 @@ GEOMETRIES = {
 
 class UncheckedCopier(NativeBlockCopier):
     """Copies and digests nothing: what is left of a transfer's time without digests."""
+
+    def _native(
+        self, count: int, length: int, targets: int, sources: int, digests: ctypes.Array[ctypes.c_char] | None
+    ) -> None:
+        super()._native(count, length, targets, sources, None)
 
     def _run(self, targets: Sequence[int] | None, sources: Sequence[int], length: int) -> list[bytes]:
         if targets is not None:
@@ -82,6 +88,20 @@ def write(kv: KvCache, blocks: Sequence[int]) -> None:
     for block in blocks:
         there = kv.block(block)
         there[:] = bytes(there)
+
+
+def prompt(sources: Sequence[int], generation: int, lent: int) -> list[BlockColumns | OutgoingBlock]:
+    """As a prefill worker hands over the blocks of one: full ones as columns, and where they are lent the last one by
+    itself, as it is copied."""
+    count = lent or len(sources)
+    full = BlockColumns(
+        np.arange(count),
+        np.array(sources[:count]),
+        np.full(count, 0 if lent else generation, dtype=np.uint64),  # of lent ones the receiver sees 0: nobody writes
+        b"".join(map(block_hash, range(count))),
+        bool(lent),
+    )
+    return [full, *(OutgoingBlock(n, sources[n], block_hash(n), (), generation) for n in range(count, len(sources)))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,20 +247,9 @@ def main(geometry: str, num_blocks: int, cache: str) -> None:
             sender.open(ticket_id, info, time.monotonic() + ANSWER_TIMEOUT_S)
             _say(0.0)
         else:
-            generation, lent = told["generation"], told["lent"]
-            blocks = [
-                OutgoingBlock(n, source, block_hash(n), (), generation) for n, source in enumerate(told["sources"])
-            ]
-            lendable = LendableBlocks(
-                np.arange(lent),
-                np.array(told["sources"][:lent], dtype=np.int64),
-                np.zeros(lent, dtype=np.uint64),  # what the receiver sees: nobody writes here
-                b"".join(block.hash for block in blocks[:lent]),
-            )
+            blocks = prompt(told["sources"], told["generation"], told["lent"])
             began = time.perf_counter()
-            sender.lend(ticket_id, lendable)
-            sender.send(ticket_id, blocks[lent:])
-            sender.finish(ticket_id)
+            sender.send(ticket_id, blocks, finish=True)
             ended, error = ends.queue.get(timeout=ANSWER_TIMEOUT_S)
             _say(ended - began, error, began)
 

@@ -62,11 +62,6 @@ class LendingBlockManager(BlockManager):
         self._idle: set[int] = set()
 
     @property
-    def generations(self) -> npt.NDArray[np.uint64]:
-        """[blocks], as peers see them."""
-        return self._generations
-
-    @property
     def num_allocatable(self) -> int:
         return super().num_allocatable + len(self._idle)
 

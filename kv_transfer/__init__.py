@@ -6,7 +6,7 @@ The hand-over of one request, in order:
                                       a lease of at most 5 s runs from here on           reservation.py
     P  sender.open(request, ticket)   finds the link to D or opens it in the background  sender.py, link.py
     P  sender.send(blocks)            as prefill completes them; ordinals that the ticket does not ask for are skipped
-       BLOCKS ->                      ticket, incarnation; of each block of the group ordinal, slot, generation, hash,
+       BLOCKS or COPIES ->            ticket, incarnation; of each block of the group ordinal, slot, generation, hash,
                                       digest
     D  table.begin_write              each must be what the ticket says, else NACK for it; grants the slot
     D  copy, digest                   all bytes come into their slots; their digests are compared with the sender's

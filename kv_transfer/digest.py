@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
+from engine.native.blocks import SharedPool, TargetPool
+
 DIGEST_BYTES = 16
 UNVERIFIED = bytes(DIGEST_BYTES)
 """In the place of a digest where nobody has the bytes in host memory: blocks that go from GPU to GPU."""
@@ -25,6 +27,15 @@ class BlockCopier(Protocol):
         """
         ...
 
+    def copy_blocks(
+        self, source: SharedPool, sources: Sequence[int], target: TargetPool, slots: Sequence[int]
+    ) -> bytes:
+        """The same, from one pool to another: block `sources[i]` of `source` into block `slots[i]` of `target`.
+
+        Returns the digests, one after the other.
+        """
+        ...
+
 
 class PythonBlockCopier:
     """One block after the other. A `BlockCopier` that runs everywhere; `engine.native.blocks` has a faster one."""
@@ -37,3 +48,9 @@ class PythonBlockCopier:
             # Releases the GIL, which assigning to a memoryview's slice does not.
             np.copyto(np.frombuffer(slot, dtype=np.uint8), np.frombuffer(pool, np.uint8, len(slot), offset))
         return self.digests(slots)
+
+    def copy_blocks(
+        self, source: SharedPool, sources: Sequence[int], target: TargetPool, slots: Sequence[int]
+    ) -> bytes:
+        offsets = [target.layout.block_bytes * block for block in sources]
+        return b"".join(self.copy([target.block(slot) for slot in slots], source.bytes, offsets))

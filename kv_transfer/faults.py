@@ -18,9 +18,10 @@ from enum import StrEnum
 
 from engine.errors import ConfigError
 from kv_transfer import frames
+from kv_transfer.copies import blocks_of
 from kv_transfer.digest import PythonBlockCopier
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import LENGTH_BYTES, Block, Blocks, Frame
+from kv_transfer.frames import LENGTH_BYTES, Block, Blocks, Copies, Frame
 from kv_transfer.pool import KvPool
 
 _REMEMBERED_FRAMES = 64
@@ -277,5 +278,7 @@ def _digests(frame: bytes) -> list[bytes]:
             return [entry.digest for entry in entries]
         case Block(digest=digest):
             return [digest]
+        case Copies() as copies:
+            return [entry.digest for entry in blocks_of(copies).entries]
         case _:
             return []

@@ -56,6 +56,15 @@ def bytes_up_to(max_bytes: int) -> Check:
     return check
 
 
+def records(size: int, most: int) -> Check:
+    def check(value: Any) -> Any:
+        if type(value) is not bytes or len(value) % size or not 0 < len(value) <= most * size:
+            raise Invalid(f"1 to {most} records of {size} bytes")
+        return value
+
+    return check
+
+
 def optional(inner: Check) -> Check:
     def check(value: Any) -> Any:
         return None if value is None else inner(value)

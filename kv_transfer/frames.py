@@ -17,10 +17,21 @@ import msgpack
 
 from engine.block_hash import HASH_BYTES
 from engine.errors import ProtocolError
+from kv_transfer.block_records import COPY_BYTES, LOAN_BYTES
 from kv_transfer.digest import DIGEST_BYTES
-from kv_transfer.frame_fields import Check, Invalid, blob, bytes_up_to, flat_map, number, optional, text, tuple_of
+from kv_transfer.frame_fields import (
+    Check,
+    Invalid,
+    blob,
+    bytes_up_to,
+    flat_map,
+    number,
+    optional,
+    records,
+    text,
+    tuple_of,
+)
 from kv_transfer.identity import FINGERPRINT_BYTES, MAX_ID_BYTES
-from kv_transfer.loan_records import LOAN_BYTES
 
 PROTOCOL_VERSION = 2
 OLDEST_PROTOCOL_VERSION = 1
@@ -41,12 +52,13 @@ MAX_RENEWED_TICKETS = 64
 MAX_RELEASED_TICKETS = 64
 MAX_ACKED_ORDINALS = 256
 MAX_MESSAGE_BYTES = 512
-NONCE_BYTES = 32
-MAC_BYTES = 32
+NONCE_BYTES = MAC_BYTES = 32
 CONVERTS = "converts"
 """Capability of P: if D's layout is another one, P makes blocks of it, for transports where payloads follow frames."""
 CARD = "card:"
-"""Capability of P, with the name of the GPU that its pool is on behind it: NCCL connects no two ends on one card."""
+"""Capability of P, and behind it the GPU that its pool is on: NCCL connects no two ends on one card."""
+COLUMNS = "columns"
+"""Capability of D: it takes `Copies`."""
 _MAX_CAPABILITIES = 16
 _MAX_NAME_BYTES = 64
 
@@ -123,7 +135,6 @@ class Block:
 
     ticket_id: str
     incarnation: str
-    """Of D, as the ticket says."""
     ordinal: int
     slot: int
     generation: int
@@ -213,9 +224,10 @@ class Lend:
 
     ticket_id: str
     incarnation: str
-    """Of D, as the ticket says."""
     records: bytes
-    """See `kv_transfer.loan_records`."""
+    """Of `kv_transfer.block_records.LOAN`."""
+    digest: bytes
+    """Of the records: nothing else would tell that another block was named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +248,17 @@ class Release:
     counts: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """P to D, where both share memory and D says `COLUMNS`: as `Blocks`, of many blocks that are full."""
+
+    ticket_id: str
+    incarnation: str
+    records: bytes
+    """Of `kv_transfer.block_records.COPY`."""
+    length: int
+
+
 Frame = (
     Hello
     | Welcome
@@ -253,6 +276,7 @@ Frame = (
     | Lend
     | AskLoans
     | Release
+    | Copies
 )
 
 
@@ -265,12 +289,6 @@ def _entries(value: Any) -> Any:
     if type(value) not in (tuple, list) or not 0 < len(value) <= MAX_GROUP_BLOCKS:
         raise Invalid(f"a list of 1 to {MAX_GROUP_BLOCKS} blocks")
     return tuple(_entry(item) for item in value)
-
-
-def _loan_records(value: Any) -> Any:
-    if type(value) is not bytes or len(value) % LOAN_BYTES or not 0 < len(value) <= MAX_LENT_BLOCKS * LOAN_BYTES:
-        raise Invalid(f"1 to {MAX_LENT_BLOCKS} records of {LOAN_BYTES} bytes")
-    return value
 
 
 def _entry(value: Any) -> BlockEntry:
@@ -293,8 +311,7 @@ def _entry(value: Any) -> BlockEntry:
     return value if type(value) is BlockEntry else BlockEntry(ordinal, slot, generation, content_hash, digest, offset)
 
 
-_LIMIT_32, _LIMIT_64 = 1 << 32, 1 << 64
-_U32, _U64 = number(32), number(64)
+_LIMIT_32, _LIMIT_64, _U32, _U64 = 1 << 32, 1 << 64, number(32), number(64)
 _ID, _NAME = text(MAX_ID_BYTES), text(_MAX_NAME_BYTES)
 _MESSAGE = text(MAX_MESSAGE_BYTES)
 _FEATURES = tuple_of(_NAME, _MAX_CAPABILITIES)
@@ -315,9 +332,10 @@ _CHECKS: dict[type[Frame], tuple[Check, ...]] = {
     Meet: (text(MAX_MESSAGE_BYTES), bytes_up_to(MAX_MESSAGE_BYTES)),
     Challenge: (_U32, blob(NONCE_BYTES)),
     Proof: (blob(NONCE_BYTES), blob(MAC_BYTES)),
-    Lend: (_ID, _ID, _loan_records),
+    Lend: (_ID, _ID, records(LOAN_BYTES, MAX_LENT_BLOCKS), blob(DIGEST_BYTES)),
     AskLoans: (_U32,),
     Release: (_U32, tuple_of(_ID, MAX_RELEASED_TICKETS), tuple_of(_U32, MAX_RELEASED_TICKETS)),
+    Copies: (_ID, _ID, records(COPY_BYTES, MAX_GROUP_BLOCKS), _U32),
 }
 """A rule for each field, in the order of the fields. The order of the classes is their number on the wire, from 1."""
 

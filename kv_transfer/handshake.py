@@ -22,7 +22,9 @@ from kv_transfer.authentication import ProofLacking
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import (
     CARD,
+    COLUMNS,
     CONVERTS,
+    GROUPS_PROTOCOL_VERSION,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Challenge,
@@ -76,8 +78,8 @@ def introduce(
     transport: str,
     key: ClusterKey | None,
     card: str = "",
-) -> tuple[Hello, int]:
-    """P's side: say HELLO, and hear which version is agreed on. `card`: the GPU that our blocks are on.
+) -> tuple[Hello, Welcome]:
+    """P's side: say HELLO, and hear what is agreed on. `card`: the GPU that our blocks are on.
 
     Raises `Refusal`, or `HandshakeRefused` by ourselves, `LinkClosed`, `ProtocolError`.
     """
@@ -123,13 +125,13 @@ def _say_hello(connection: FrameSocket, hello: Hello, pool: Mappable) -> None:
         os.close(fd)
 
 
-def _agreed(answer: Frame | None, challenged: int | None, peer: str) -> int:
-    """The version of the WELCOME that `answer` must be; the challenge, if there was one, named it too."""
+def _agreed(answer: Frame | None, challenged: int | None, peer: str) -> Welcome:
+    """The WELCOME that `answer` must be; the challenge, if there was one, named its version too."""
     match answer:
         case Welcome(protocol=protocol) if OLDEST_PROTOCOL_VERSION <= protocol <= PROTOCOL_VERSION:
             if challenged not in (None, protocol):
                 raise ProtocolError(f"{peer} proved version {challenged} and speaks {protocol}")
-            return protocol
+            return answer
         case Refused(code=code, message=message):
             raise Refusal(code, f"{peer} refuses the link ({code}): {message}")
         case None:
@@ -193,3 +195,14 @@ def _check_peer_user(connection: FrameSocket) -> None:
     user = connection.peer_user()
     if user is not None and user != os.getuid():
         raise Refusal(RefusalCode.IDENTITY, f"user {user} may not link to a worker of user {os.getuid()}")
+
+
+def welcome_to(hello: Hello, protocol: int, *, on_host: bool) -> Welcome:
+    """`on_host`: our pool is in host memory."""
+    columns = on_host and hello.transport in MAPPING and protocol >= GROUPS_PROTOCOL_VERSION
+    return Welcome(protocol=protocol, capabilities=(COLUMNS,) if columns else ())
+
+
+def takes_columns(welcome: Welcome, hello: Hello) -> bool:
+    """Whether `Copies` may be sent to its author."""
+    return COLUMNS in welcome.capabilities and hello.transport in MAPPING

@@ -25,8 +25,8 @@ from engine.link_memory import LinkMemory
 from engine.peer_windows import PeerWindow
 from kv_transfer.digest import BlockCopier
 from kv_transfer.frame_socket import FrameSocket, set_timeouts
-from kv_transfer.frames import CARD, Blocks, Hello, Refused, Welcome, clipped, encode
-from kv_transfer.handshake import Refusal, RefusalCode, examine, introduce
+from kv_transfer.frames import CARD, Blocks, Hello, Refused, clipped, encode
+from kv_transfer.handshake import Refusal, RefusalCode, examine, introduce, takes_columns, welcome_to
 from kv_transfer.identity import (
     ADOPT,
     CARD_ONLY,
@@ -147,6 +147,7 @@ class OutgoingLink:
     protocol: int
     fell_back: bool
     """A preferred transport was tried and failed."""
+    columns: bool = False  # whether `Copies` may be sent
 
 
 class Landing(Protocol):
@@ -204,7 +205,7 @@ def connect(
         try:
             shared = pool if memory is None or transport not in MAPPING else _Places(memory)
             card = "" if memory is None else memory.card
-            hello, protocol = introduce(connection, identity, target, shared, transport, settings.key, card)
+            hello, welcome = introduce(connection, identity, target, shared, transport, settings.key, card)
             outlet = _outlet(connection, hello, pool, settings, memory)
         except Refusal as refusal:
             connection.close()
@@ -216,7 +217,7 @@ def connect(
             connection.close()
             raise
         connection.set_timeout(settings.progress_timeout_s)
-        return OutgoingLink(connection, outlet, protocol, fell_back=number > 0)
+        return OutgoingLink(connection, outlet, welcome.protocol, number > 0, takes_columns(welcome, hello))
     raise failure
 
 
@@ -239,9 +240,9 @@ def accept(
         if not isinstance(hello, Hello):
             raise ProtocolError(f"a link begins with HELLO, not {type(hello).__name__}")
         protocol = examine(connection, hello, identity, settings.key)
-        welcome = encode(Welcome(protocol=protocol, capabilities=()))
         memory = kv.link_memory(max(1, _LANDING_BYTES // kv.layout.block_bytes))
         _check_ends(hello, memory)
+        welcome = encode(welcome_to(hello, protocol, on_host=memory is None))
         intake = _intake(connection, hello, fd, (kv, copier, settings), welcome)
     except Refusal as refusal:
         with suppress(LinkClosed):  # it has its refusal, or is gone

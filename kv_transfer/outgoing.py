@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Self
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128_digest
 
 from engine.block_hash import HASH_BYTES
 from engine.errors import EngineError, ProtocolError
 from engine.kv_layout import KvLayout
-from kv_transfer.frames import Frame, Lend
+from kv_transfer.block_records import COPY, LOAN, Claims, Records, hashes_of
+from kv_transfer.frames import Copies, Frame, Lend
 from kv_transfer.identity import MAX_ID_BYTES
-from kv_transfer.loan_records import RECORD
 from kv_transfer.stats import TransferStats
 
 
@@ -58,74 +59,69 @@ class OutgoingBlock:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LendableBlocks:
-    """Blocks of a prompt that the receiver may read where they are. The engine holds each from the moment that they
-    are handed over until that is over."""
+class BlockColumns:
+    """Full blocks of a prompt, each one block of our pool and of the receiver's layout."""
 
     ordinals: npt.NDArray[np.int64]  # [blocks], ascending
     sources: npt.NDArray[np.int64]  # [blocks], ids in our pool
     generations: npt.NDArray[np.uint64]  # [blocks], of these
     hashes: bytes
     """32 of each."""
+    lendable: bool = False
+    """The receiver may read them where they are: the engine holds each from the moment that they are handed over until
+    that is over."""
 
     def __len__(self) -> int:
         return len(self.ordinals)
 
     def singly(self) -> list[OutgoingBlock]:
-        """To be sent all the same."""
         hashes = [self.hashes[at : at + HASH_BYTES] for at in range(0, len(self.hashes), HASH_BYTES)]
         columns = zip(self.ordinals.tolist(), self.sources.tolist(), hashes, self.generations.tolist(), strict=True)
         return [
-            OutgoingBlock(n, source, content_hash, (), generation) for n, source, content_hash, generation in columns
+            OutgoingBlock(ordinal, source, content_hash, (), generation)
+            for ordinal, source, content_hash, generation in columns
         ]
 
-    def parted(self, count: int) -> tuple[LendableBlocks, LendableBlocks]:
+    def parted(self, count: int) -> tuple[BlockColumns, BlockColumns]:
         """The first `count`, and the rest."""
         at = count * HASH_BYTES
+        first, rest = slice(count), slice(count, None)
         return (
-            LendableBlocks(self.ordinals[:count], self.sources[:count], self.generations[:count], self.hashes[:at]),
-            LendableBlocks(self.ordinals[count:], self.sources[count:], self.generations[count:], self.hashes[at:]),
+            replace(self, **self._cut(first), hashes=self.hashes[:at]),
+            replace(self, **self._cut(rest), hashes=self.hashes[at:]),
         )
 
-    def only(self, kept: npt.NDArray[np.bool_]) -> LendableBlocks:
-        hashes = np.frombuffer(self.hashes, dtype=f"V{HASH_BYTES}")[kept].tobytes()
-        return LendableBlocks(self.ordinals[kept], self.sources[kept], self.generations[kept], hashes)
+    def only(self, kept: npt.NDArray[np.bool_]) -> BlockColumns:
+        return replace(self, **self._cut(kept), hashes=hashes_of(self.hashes)[kept].tobytes())
+
+    def _cut(self, which: slice | npt.NDArray[np.bool_]) -> dict[str, Any]:
+        return {name: getattr(self, name)[which] for name in ("ordinals", "sources", "generations")}
 
 
-class Places:
-    """Where a ticket wants its blocks, as columns."""
-
-    def __init__(self, ordinals: npt.NDArray[np.int64], places: npt.NDArray[np.uint64]) -> None:
-        self._ordinals = ordinals
-        self._places = places
-
-    @classmethod
-    def of(cls, blocks: Mapping[int, tuple[int, int]]) -> Self:
-        """Of ordinals with slot and generation."""
-        ordinals = np.fromiter(blocks, dtype=np.int64, count=len(blocks))
-        places = np.fromiter(chain.from_iterable(blocks.values()), dtype=np.uint64, count=2 * len(blocks))
-        order = np.argsort(ordinals)
-        return cls(ordinals[order], places.reshape(-1, 2)[order])
-
-    def records(self, blocks: LendableBlocks) -> bytes:
-        """What a `Lend` frame says of `blocks`, all of which the ticket asks for."""
-        at = np.searchsorted(self._ordinals, blocks.ordinals)
-        records = np.empty(len(blocks), dtype=RECORD)
-        records["ordinal"] = blocks.ordinals
-        records["slot"] = self._places[at, 0]
-        records["generation"] = self._places[at, 1]
-        records["source_generation"] = blocks.generations
-        records["source"] = blocks.sources
-        records["hash"] = np.frombuffer(blocks.hashes, dtype=f"V{HASH_BYTES}")
-        return records.tobytes()
+def loans(claims: Claims, blocks: BlockColumns) -> bytes:
+    """What a `Lend` frame says of `blocks`, all of which the ticket claims."""
+    records = _records(claims, blocks, LOAN)
+    records["source_generation"] = blocks.generations
+    return records.tobytes()
 
 
-def lendable(
-    ordinals: Sequence[int], sources: Sequence[int], generations: npt.NDArray[np.uint64], hashes: Sequence[bytes]
-) -> LendableBlocks:
-    """`generations`: of all slots of the pool."""
-    at = np.array(sources, dtype=np.int64)
-    return LendableBlocks(np.array(ordinals, dtype=np.int64), at, generations[at], b"".join(hashes))
+def copies(claims: Claims, blocks: BlockColumns, digests: npt.NDArray[np.void]) -> bytes:
+    """What a `Copies` frame says of them."""
+    records = _records(claims, blocks, COPY)
+    records["digest"] = digests
+    return records.tobytes()
+
+
+def _records(claims: Claims, blocks: BlockColumns, kind: np.dtype[np.void]) -> Records:
+    records = np.empty(len(blocks), dtype=kind)
+    claims.fill(records, blocks.ordinals)
+    records["source"] = blocks.sources
+    records["hash"] = hashes_of(blocks.hashes)
+    return records
+
+
+def lend(ticket_id: str, incarnation: str, records: bytes) -> Lend:
+    return Lend(ticket_id=ticket_id, incarnation=incarnation, records=records, digest=xxh3_128_digest(records))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +137,14 @@ class SendBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class SendLoan:
-    """Send this, then call `sent`."""
+class SendColumns:
+    """Send this, then call `sent`. No source is read."""
 
     request_id: str
-    frame: Lend
+    frame: Lend | Copies
 
 
-Step = SendBlocks | SendLoan | Frame
+Step = SendBlocks | SendColumns | Frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +154,26 @@ class Outcome:
     request_id: str
     error: EngineError | None
     stats: TransferStats
+
+
+Sent = OutgoingBlock | BlockColumns
+"""A block in flight, or those with which it left."""
+
+
+@dataclass(slots=True)
+class Transfer:
+    request_id: str
+    ticket: TicketInfo
+    deadline: float
+    unsent: set[int]
+    """Ordinals that the ticket asks for and nobody has given us yet."""
+    unacked: set[int]
+    claims: Claims
+    queued: deque[OutgoingBlock | BlockColumns] = field(default_factory=deque)
+    writing: bool = False
+    """The writer has blocks of it in hand."""
+    finished: bool = False
+    finish_queued: bool = False
+    error: EngineError | None = None
+    first_sent: float | None = None
+    last_acked: float | None = None

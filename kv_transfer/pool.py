@@ -27,6 +27,11 @@ class KvPool(Protocol):
         ...
 
     @property
+    def address(self) -> int:
+        """Of block 0 in this process, for native copies. Not to be kept; only where host code can reach it."""
+        ...
+
+    @property
     def lends(self) -> bool:
         """Whether peers can read blocks of it where they are: its memory file has generations behind the blocks."""
         ...

@@ -11,10 +11,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+from xxhash import xxh3_128_digest
 
 from engine.borrowing import LentColumns, Loan
 from engine.errors import DigestMismatch, LinkClosed, ProtocolError, StaleTicket, TransferError
 from engine.peer_windows import PeerWindow
+from kv_transfer.block_records import COPY, LOAN
+from kv_transfer.copies import blocks_of
 from kv_transfer.digest import BlockCopier
 from kv_transfer.frames import (
     GROUPS_PROTOCOL_VERSION,
@@ -25,6 +28,7 @@ from kv_transfer.frames import (
     AskLoans,
     Block,
     Blocks,
+    Copies,
     Finish,
     Frame,
     Lend,
@@ -37,10 +41,10 @@ from kv_transfer.frames import (
 from kv_transfer.handshake import Refusal
 from kv_transfer.identity import PeerIdentity
 from kv_transfer.link import IncomingLink, LinkSettings, accept
-from kv_transfer.loan_records import unpack_loans
 from kv_transfer.pool import KvPool
 from kv_transfer.reservation import DuplicateBlock, ReservationTable, WriteGrant, WriteOutcome
 from kv_transfer.stats import Counters
+from kv_transfer.transport_shm import ShmIntake
 
 MAX_UNSENT_ACKS = 16
 """Adopted blocks that one ACK may wait for while more frames are at hand."""
@@ -139,6 +143,8 @@ class ReceiverLink:
                 self._take_blocks(link, frame)
             case Block() if link.protocol < GROUPS_PROTOCOL_VERSION:
                 self._take_blocks(link, frame.grouped())
+            case Copies() if isinstance(link.intake, ShmIntake) and link.landing is None:
+                self._take_copies(link, frame, link.intake)
             case Lend() if link.intake.window is not None:
                 self._take_loans(link, frame, link.intake.window)
             case AskLoans() if link.intake.window is not None:
@@ -166,10 +172,30 @@ class ReceiverLink:
             outcomes = self._end_write(grant, intact)
         self._conclude(link, frame, grant, outcomes, refused)
 
+    def _take_copies(self, link: IncomingLink, frame: Copies, intake: ShmIntake) -> None:
+        """As `_take_blocks`, at once where nothing is wrong with any of them."""
+        kv, records = self._receiver.kv, np.frombuffer(frame.records, dtype=COPY)
+        grant = None
+        if frame.length == kv.layout.block_bytes:
+            grant = self._table.begin_all(frame.ticket_id, frame.incarnation, records)
+        if grant is None:
+            self._take_blocks(link, blocks_of(frame))
+            return
+        if self._tickets.get(frame.ticket_id) is None:
+            self._tickets[frame.ticket_id] = self._receiver.clock()
+        intact: list[bool] = [False] * len(grant.slots)
+        try:
+            digests = intake.copy(records["source"].tolist(), kv, grant.slots)
+            same = np.frombuffer(digests, dtype=records["digest"].dtype) == records["digest"]
+            intact = same.tolist()
+        finally:
+            outcomes = self._end_write(grant, intact)
+        self._conclude(link, frame, grant, outcomes, {})
+
     def _conclude(
         self,
         link: IncomingLink,
-        frame: Blocks,
+        frame: Blocks | Copies,
         grant: WriteGrant,
         outcomes: Sequence[WriteOutcome],
         refused: Mapping[int, TransferError],
@@ -190,12 +216,15 @@ class ReceiverLink:
             elif outcome is WriteOutcome.LATE:
                 self._refuse(link, frame, ordinal, StaleTicket(f"ticket {frame.ticket_id} ended during the write"))
         for place, error in refused.items():
+            assert isinstance(frame, Blocks), "else none is refused before it is copied"
             self._answer_refused(link, frame, frame.entries[place].ordinal, error)
 
     def _take_loans(self, link: IncomingLink, frame: Lend, window: PeerWindow) -> None:
         """Check and adopt where they are. The bytes are not looked at: it is the memory itself that was lent."""
         self._send_acks(link)  # with these they may be more than one frame holds
-        records = unpack_loans(frame.records)
+        if xxh3_128_digest(frame.records) != frame.digest:
+            raise ProtocolError("what is said of lent blocks was damaged on its way")
+        records = np.frombuffer(frame.records, dtype=LOAN)
         sources, said = records["source"].astype(np.int64), records["source_generation"]
         if int(sources.max()) >= window.num_blocks:
             raise ProtocolError(f"block {sources.max()} is none of the peer's {window.num_blocks}")
@@ -269,14 +298,16 @@ class ReceiverLink:
         self._counters.add_all(transport, {"blocks_adopted": adopted, "bytes_adopted": num_bytes})
         self._receiver.note_adoption(ticket_id, since, adopted, num_bytes, transport)
 
-    def _answer_refused(self, link: IncomingLink, frame: Blocks | Lend, ordinal: int, error: TransferError) -> None:
+    def _answer_refused(
+        self, link: IncomingLink, frame: Blocks | Copies | Lend, ordinal: int, error: TransferError
+    ) -> None:
         if isinstance(error, DuplicateBlock):
             self._counters.add("blocks_duplicate")
             self._acks.setdefault(frame.ticket_id, []).append(ordinal)
         else:
             self._refuse(link, frame, ordinal, error)
 
-    def _refuse(self, link: IncomingLink, frame: Blocks | Lend, ordinal: int, error: TransferError) -> None:
+    def _refuse(self, link: IncomingLink, frame: Blocks | Copies | Lend, ordinal: int, error: TransferError) -> None:
         self._counters.add("blocks_refused", type(error).__name__)
         self._nack(link, frame.ticket_id, ordinal, error)
         self._tickets.pop(frame.ticket_id, None)

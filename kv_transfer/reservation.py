@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import InternalError, SlotMismatch, StaleTicket, TransferError
+from kv_transfer.block_records import Records
 from kv_transfer.frames import BlockEntry
-from kv_transfer.loan_records import Records
 from kv_transfer.ticket_state import (
     DuplicateBlock,
     ExpectedBlock,
@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 MAX_LEASE_S = 5.0
+_LENT = ["ordinal", "slot", "generation", "source", "hash"]
 
 
 class ReservationTable:
@@ -130,6 +131,20 @@ class ReservationTable:
                 self._grants[grant.serial] = (ticket, grant)
         return grant, refused
 
+    def begin_all(self, ticket_id: str, incarnation: str, records: Records) -> WriteGrant | None:
+        """The same for `COPY` records, if all may be written; else None, and nothing has changed."""
+        with self._lock:
+            ticket = self._open.get(ticket_id)
+            ordinals = None if ticket is None or incarnation != self.incarnation else ticket.expects_all(records)
+            if ticket is None or ordinals is None:
+                return None
+            slots = tuple(records["slot"].tolist())
+            ticket.expected.difference_update(ordinals)
+            ticket.writing.update(ordinals)
+            grant = WriteGrant(next(self._serial), ticket_id, tuple(ordinals), slots)
+            self._grants[grant.serial] = (ticket, grant)
+            return grant
+
     def end_write(self, grant: WriteGrant, intact: Sequence[bool]) -> list[WriteOutcome]:
         """Give a grant back. `intact`: which of its slots hold exactly the bytes that were sent.
 
@@ -165,11 +180,12 @@ class ReservationTable:
         refused: dict[int, TransferError] = {}
         with self._lock:
             ticket = self._open.get(ticket_id)
-            if ticket is not None and incarnation == self.incarnation and ticket.takes_all(records, lent):
-                self._adopt(ticket, records["ordinal"].tolist(), records["slot"].tolist(), records["source"].tolist())
+            all_of = None if ticket is None or incarnation != self.incarnation else ticket.borrows_all(records, lent)
+            if ticket is not None and all_of is not None:
+                self._adopt(ticket, all_of, records["slot"].tolist(), records["source"].tolist())
                 return refused
-            for place, (record, holds) in enumerate(zip(records.tolist(), lent.tolist(), strict=True)):
-                ordinal, slot, generation, _, source, content_hash = record
+            for place, (record, holds) in enumerate(zip(records[_LENT].tolist(), lent.tolist(), strict=True)):
+                ordinal, slot, generation, source, content_hash = record
                 try:
                     ticket = self._find(ticket_id, incarnation)
                     ticket.check(ordinal, slot, generation, content_hash)

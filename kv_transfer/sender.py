@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from engine.block_hash import HASH_BYTES
 from engine.errors import InternalError, LinkClosed
 from kv_transfer.digest import BlockCopier, PythonBlockCopier
 from kv_transfer.identity import LinkTarget, PeerIdentity
 from kv_transfer.link import LinkSettings, import_groups
-from kv_transfer.outgoing import LendableBlocks, OutgoingBlock, TicketInfo
+from kv_transfer.outgoing import BlockColumns, OutgoingBlock, TicketInfo
 from kv_transfer.pool import KvPool
 from kv_transfer.sender_link import SenderLink
 from kv_transfer.sender_listener import SenderListener
@@ -22,7 +24,7 @@ from kv_transfer.source_digests import SourceDigests
 from kv_transfer.stats import Counters, SenderStats, TransferStats
 from kv_transfer.transfers import OutgoingTransfers
 
-__all__ = ["KvSender", "LendableBlocks", "OutgoingBlock", "SenderListener", "TicketInfo", "TransferStats"]
+__all__ = ["BlockColumns", "KvSender", "OutgoingBlock", "SenderListener", "TicketInfo", "TransferStats"]
 
 MAX_PREWARMED = 64
 """Links beyond which none is opened before it is needed: each has two threads."""
@@ -46,7 +48,7 @@ class KvSender:
         self._kv = kv
         self._listener = listener
         self._copier = copier or PythonBlockCopier()
-        self._digests = SourceDigests(self._copier)
+        self._digests = SourceDigests(self._copier, kv.num_blocks)
         self._settings = settings or LinkSettings()
         import_groups(self._settings)
         self._clock = clock
@@ -101,29 +103,28 @@ class KvSender:
             self._threads.add(link)
             link.start()
 
-    def send(self, request_id: str, blocks: Sequence[OutgoingBlock]) -> None:
-        """Queue completed blocks. Those that the ticket does not ask for, or has been given, are skipped.
+    def send(self, request_id: str, blocks: Sequence[OutgoingBlock | BlockColumns], *, finish: bool = False) -> None:
+        """Queue completed blocks. Those that the ticket does not ask for, or has been given, are skipped. `finish`: as
+        if `finish` followed.
 
-        The source blocks must stay as they are until the transfer ends. Ignored if the transfer has ended. Raises
-        `InternalError`, and queues none, if one is no block of the pool or its hash has not 32 bytes.
+        The source blocks must stay as they are until the transfer ends; each of those that may be lent ends with
+        `loan_over`, whether it is or not. Ignored if the transfer has ended. Raises `InternalError`, and queues none,
+        if one is no block of the pool or its hash has not 32 bytes.
         """
         most = self._kv.num_blocks
         for block in blocks:
-            inside = 0 <= block.source_block < most and all(0 <= n < most for n in block.more_blocks)
-            if not inside or len(block.hash) != HASH_BYTES:
+            if not (_is_inside(block, most) if isinstance(block, BlockColumns) else _fits(block, most)):
                 raise InternalError(f"{block} is no block of this pool of {most}")
-        self._change(request_id, lambda transfers: transfers.send(request_id, blocks))
 
-    def lend(self, request_id: str, blocks: LendableBlocks) -> None:
-        """As `send`, of blocks that the receiver may read where they are: each ends with `loan_over`. Over a link whose
-        receiver cannot they are sent. Raises as `send` does."""
-        most, count = self._kv.num_blocks, len(blocks.ordinals)
-        if count and not 0 <= blocks.sources.min() <= blocks.sources.max() < most:
-            raise InternalError(f"blocks {blocks.sources.tolist()[:8]} are not of this pool of {most}")
-        if len(blocks.hashes) != count * HASH_BYTES:
-            raise InternalError(f"{len(blocks.hashes)} bytes are not the hashes of {count} blocks")
-        if count and not self._change(request_id, lambda transfers: transfers.lend(request_id, blocks)):
-            self._listener.loan_over(request_id, count)
+        def change(transfers: OutgoingTransfers) -> None:
+            transfers.send(request_id, blocks)
+            if finish:
+                transfers.finish(request_id)
+
+        if not self._change(request_id, change):
+            lendable = sum(len(block) for block in blocks if isinstance(block, BlockColumns) and block.lendable)
+            if lendable:
+                self._listener.loan_over(request_id, lendable)
 
     def digest(self, blocks: Sequence[tuple[int, int]]) -> None:
         """These blocks, pairs of id and generation, were just filled: take their digests while they are in the caches,
@@ -194,3 +195,13 @@ class KvSender:
             link.end(LinkClosed("the sender is closed"))
         for link in links:
             link.join(deadline)
+
+
+def _fits(block: OutgoingBlock, most: int) -> bool:
+    inside = 0 <= block.source_block < most and all(0 <= n < most for n in block.more_blocks)
+    return inside and len(block.hash) == HASH_BYTES
+
+
+def _is_inside(blocks: BlockColumns, most: int) -> bool:
+    """As unsigned numbers, negative ones are too large too."""
+    return len(blocks.hashes) == len(blocks) * HASH_BYTES > 0 and bool(blocks.sources.view(np.uint64).max() < most)

@@ -31,7 +31,7 @@ from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import GROUPS_PROTOCOL_VERSION, Ack, BlockEntry, Blocks, Frame, Nack, Release, Renew, encode
 from kv_transfer.identity import LinkEndpoint, LinkTarget
 from kv_transfer.link import OutgoingLink, connect
-from kv_transfer.outgoing import SendBlocks, SendLoan, Step
+from kv_transfer.outgoing import SendBlocks, SendColumns, Step
 from kv_transfer.sender_listener import error_of
 from kv_transfer.source_digests import SourceDigests
 from kv_transfer.transfers import OutgoingTransfers
@@ -53,8 +53,9 @@ class SenderLink:
         self._layout = target.layout or sender._kv.layout
         """Of the blocks that leave."""
         self._sources = BlockSources(sender._kv, self._layout, self._settings.max_unacked_bytes)
-        self._digests = SourceDigests(sender._copier) if self._sources.converts else sender._digests
-        self.transfers = OutgoingTransfers(self._layout.block_bytes, sender._settings, self._digests.is_kept)
+        own = SourceDigests(sender._copier, sender._kv.num_blocks) if self._sources.converts else None
+        self._digests = own or sender._digests
+        self.transfers = OutgoingTransfers(self._layout.block_bytes, sender._settings, self._digests)
         self.changed = threading.Condition(sender._lock)
         self._connection: FrameSocket | None = None
         self._error: TransferError | None = None
@@ -125,6 +126,7 @@ class SenderLink:
         self._sources.open(self.transfers.group_blocks)
         with self.changed:
             self.transfers.transport = link.outlet.transport
+            self.transfers.columns = link.columns and not self._reads(link)
             self._link = link
         return link
 
@@ -253,11 +255,11 @@ class SenderLink:
             return self._frames(link, step, digests, [block.source_block for block in step.blocks])
         if isinstance(step, Renew):
             self._sender._counters.add("renewals")
-        return [encode(step.frame if isinstance(step, SendLoan) else step)]
+        return [encode(step.frame if isinstance(step, SendColumns) else step)]
 
     def _note_sent(self, step: Step) -> None:
         """With the lock held."""
-        if isinstance(step, (SendBlocks, SendLoan)):
+        if isinstance(step, (SendBlocks, SendColumns)):
             self.transfers.sent(step)
 
     def _frames(

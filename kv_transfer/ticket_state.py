@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.block_hash import HASH_BYTES
 from engine.errors import HashMismatch, SlotMismatch, TransferError
-from kv_transfer.loan_records import Records
+from kv_transfer.block_records import Claims, Records
 
 
 class DuplicateBlock(TransferError):
@@ -90,11 +89,8 @@ class Ticket:
         """Ordinal of the last block."""
         self._sources: set[int] = set()
         """Blocks of the sender that were lent for it."""
-        self._ordinals = np.fromiter(sorted(self.blocks), np.int64, len(blocks))
-        in_order = [self.blocks[ordinal] for ordinal in self._ordinals.tolist()]
-        self._slots = np.fromiter((block.slot for block in in_order), np.int64, len(blocks))
-        self._generations = np.fromiter((block.generation for block in in_order), np.uint64, len(blocks))
-        self._hashes = _words(np.array([block.hash for block in in_order], dtype=f"V{HASH_BYTES}"))
+        places = {block.ordinal: (block.slot, block.generation) for block in blocks}
+        self._claims = Claims(places, {block.ordinal: block.hash for block in blocks})
 
     @property
     def adopted(self) -> int:
@@ -135,24 +131,20 @@ class Ticket:
         if ordinal == self._last or source in self._sources:
             raise SlotMismatch(f"block {ordinal} of ticket {self.ticket_id} cannot be lent")
 
-    def takes_all(self, records: Records, lent: npt.NDArray[np.bool_]) -> bool:
-        """Whether `check` and `check_lent` have nothing against any of these."""
-        ordinals: list[int] = records["ordinal"].tolist()
+    def expects_all(self, records: Records) -> range | None:
+        """Their ordinals, if `check` has nothing against any of these and they follow each other. None says nothing."""
+        ordinals = self._claims.match(records)
+        return ordinals if ordinals is not None and self.expected.issuperset(ordinals) else None
+
+    def borrows_all(self, records: Records, lent: npt.NDArray[np.bool_]) -> range | None:
+        """The same, if `check_lent` has nothing against any either."""
+        ordinals = self.expects_all(records)
+        if ordinals is None or self._last in ordinals or not lent.all():
+            return None
         sources = set(records["source"].tolist())
-        if not self.expected.issuperset(ordinals) or self._last in ordinals or not self._sources.isdisjoint(sources):
-            return False
-        if len(sources) < len(records) or len(set(ordinals)) < len(records) or not lent.all():
-            return False
-        at = np.searchsorted(self._ordinals, records["ordinal"])
-        places = (self._slots[at] == records["slot"]).all() and (self._generations[at] == records["generation"]).all()
-        return bool(places and (self._hashes[at] == _words(records["hash"])).all())
+        return ordinals if len(sources) == len(records) and self._sources.isdisjoint(sources) else None
 
     def adopt(self, ordinals: Collection[int], sources: Iterable[int] = ()) -> None:
         """Expected blocks. `sources`: where they are, if they are lent."""
         self.expected.difference_update(ordinals)
         self._sources.update(sources)
-
-
-def _words(hashes: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
-    """[blocks, 4]: faster compared than bytes."""
-    return np.ascontiguousarray(hashes).view(np.uint64).reshape(len(hashes), HASH_BYTES // 8)

@@ -10,12 +10,14 @@ import mmap
 import os
 from collections.abc import Sequence
 
-from engine.errors import HandshakeRefused
+from engine.errors import HandshakeRefused, ProtocolError
+from engine.native.blocks import SharedPool
 from engine.peer_windows import PeerWindow
 from kv_transfer.digest import BlockCopier
 from kv_transfer.frame_socket import FrameSocket
 from kv_transfer.frames import Blocks
 from kv_transfer.identity import SHM
+from kv_transfer.pool import KvPool
 
 
 class ShmOutlet:
@@ -72,6 +74,7 @@ class ShmIntake:
         except (OSError, OverflowError, ValueError) as error:
             raise HandshakeRefused(f"the peer's pool cannot be mapped: {error}") from error
         self._bytes = memoryview(self._memory)
+        self._shared = SharedPool(self._bytes)
 
     def check(self, frame: Blocks) -> str | None:
         for entry in frame.entries:
@@ -80,6 +83,13 @@ class ShmIntake:
             if entry.offset % self._block_bytes or entry.offset + frame.length > len(self._bytes):
                 return f"offset {entry.offset} is no block of the peer's pool"
         return None
+
+    def copy(self, sources: Sequence[int], kv: KvPool, slots: Sequence[int]) -> bytes:
+        """Copy blocks of the sender into slots of `kv`. Returns their digests, one after the other. Raises
+        `ProtocolError` if one is none of the sender's; then nothing was copied."""
+        if (max(sources) + 1) * self._block_bytes > len(self._bytes):
+            raise ProtocolError(f"block {max(sources)} is none of the peer's pool")
+        return self._copier.copy_blocks(self._shared, sources, kv, slots)
 
     def receive_into(self, frame: Blocks, slots: Sequence[memoryview | None]) -> list[bytes]:
         granted: list[memoryview] = []

@@ -13,7 +13,7 @@ from engine.block_table_checks import NO_BLOCK
 from engine.engine import Engine, RequestUpdate, StepOutput
 from engine.lending import LendingBlockManager
 from engine.request import Request
-from kv_transfer.sender import KvSender, OutgoingBlock
+from kv_transfer.sender import BlockColumns, KvSender, OutgoingBlock
 from prefill_worker.shipment import Shipment
 
 logger = logging.getLogger(__name__)
@@ -63,13 +63,12 @@ class PromptComputer:
         going_on = [(update, sending) for update, sending in found if sending is not None]
         self._sender.digest([block for update, sending in going_on for block in self._filled(update, sending)])
         for update, sending in going_on:
-            self._lend(update, sending)
+            blocks: list[OutgoingBlock | BlockColumns] = [*self._full(update, sending)]
             table, shipment = sending.request.block_table, sending.shipment
-            blocks = shipment.take_complete(update.num_computed_tokens, table, self._generation)
-            if blocks:
-                self._sender.send(update.request_id, blocks)
-            if update.token is not None:
-                self._sender.finish(update.request_id)
+            blocks += shipment.take_complete(update.num_computed_tokens, table, self._generation)
+            finished = update.token is not None
+            if blocks or finished:
+                self._sender.send(update.request_id, blocks, finish=finished)
 
     def _filled(self, update: RequestUpdate, sending: _Sending) -> list[tuple[int, int]]:
         """Blocks that this step made full, with their generations."""
@@ -91,16 +90,17 @@ class PromptComputer:
                 updates += engine.discard(one, generation).updates
         return StepOutput(tuple(updates))
 
-    def _lend(self, update: RequestUpdate, sending: _Sending) -> None:
-        """Hand over what may be read where it is; the engine holds it until `loan_over`."""
-        ordinals = sending.shipment.lendable(update.num_computed_tokens) if self._lender is not None else ()
-        if self._lender is None or not ordinals:
-            return
+    def _full(self, update: RequestUpdate, sending: _Sending) -> list[BlockColumns]:
+        """Full blocks, all together; the engine holds what may be read where it is until `loan_over`."""
+        ordinals = sending.shipment.full(update.num_computed_tokens)
+        if not ordinals:
+            return []
         table = sending.request.block_table
-        chain = table[: ordinals[-1] + 1]
-        if NO_BLOCK not in chain and self._lender.lend(update.request_id, chain, len(ordinals)):
-            blocks = sending.shipment.take_lendable(ordinals, table, self._lender.generations)
-            self._sender.lend(update.request_id, blocks)
+        lendable = self._lend(update.request_id, table[: ordinals[-1] + 1], len(ordinals))
+        return [sending.shipment.take_full(ordinals, table, self._generation, lendable)]
+
+    def _lend(self, request_id: str, chain: list[int], count: int) -> bool:
+        return self._lender is not None and NO_BLOCK not in chain and self._lender.lend(request_id, chain, count)
 
     def loan_over(self, key: str, count: int) -> None:
         """So many blocks of a request, live or not, are not read by a peer any more."""

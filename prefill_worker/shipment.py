@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.errors import RequestError
-from kv_transfer.sender import LendableBlocks, OutgoingBlock
+from kv_transfer.sender import BlockColumns, OutgoingBlock
 
 
 class Shipment:
@@ -29,10 +28,10 @@ class Shipment:
         block_size: int,
         source_block_size: int,
         *,
-        lendable: bool = False,
+        same_layout: bool = False,
     ) -> None:
         """`ordinals`, `chain` and `block_size` are the decode worker's. `chain` holds the content hash of every block
-        of the `num_tokens` tokens, the last one perhaps partial. `lendable`: their blocks are laid out as ours.
+        of the `num_tokens` tokens, the last one perhaps partial. `same_layout`: their blocks are laid out as ours.
 
         Raises `RequestError` (field `ticket`) if `ordinals` are not ascending positions in it.
         """
@@ -44,7 +43,7 @@ class Shipment:
         self._num_tokens = num_tokens
         self._block_size = block_size
         self._source_block_size = source_block_size
-        self._lendable = lendable
+        self._same_layout = same_layout
         self._next = 0
         self.handed_out: list[int] = []
         """Source blocks handed out so far."""
@@ -71,24 +70,24 @@ class Shipment:
         """Whether theirs is one full block of ours."""
         return self._block_size == self._source_block_size and (ordinal + 1) * self._block_size <= self._num_tokens
 
-    def lendable(self, num_computed_tokens: int) -> Sequence[int]:
-        """Ordinals of the next wanted blocks that may be read where they are: full ones of the layout that ours have,
-        but the last of the prompt, as the decode worker goes on writing in it."""
-        if not self._lendable:
+    def full(self, num_computed_tokens: int) -> Sequence[int]:
+        """Ordinals of the next wanted blocks that are each a full one of ours. The last of the prompt is not among
+        them, as the decode worker goes on writing in it."""
+        if not self._same_layout:
             return ()
         num_full = min(num_computed_tokens // self._block_size, len(self._chain) - 1)
         return self._ordinals[self._next : bisect_left(self._ordinals, num_full)]
 
-    def take_lendable(
-        self, ordinals: Sequence[int], block_table: Sequence[int], generations: npt.NDArray[np.uint64]
-    ) -> LendableBlocks:
-        """Hand out what `lendable` said. `generations`: of all blocks of ours."""
+    def take_full(
+        self, ordinals: Sequence[int], block_table: Sequence[int], generation: Callable[[int], int], lendable: bool
+    ) -> BlockColumns:
+        """Hand out what `full` said. `generation`: of a block of ours."""
         sources = [block_table[ordinal] for ordinal in ordinals]
         hashes = b"".join([self._chain[ordinal] for ordinal in ordinals])
         self.handed_out += sources
         self._next += len(ordinals)
-        at = np.array(sources)
-        return LendableBlocks(np.array(ordinals), at, generations[at], hashes)
+        generations = np.fromiter(map(generation, sources), dtype=np.uint64, count=len(sources))
+        return BlockColumns(np.array(ordinals), np.array(sources), generations, hashes, lendable)
 
     def _sources(self, ordinal: int) -> range:
         """Which of our blocks, by ordinal, hold the tokens of theirs."""

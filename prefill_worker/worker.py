@@ -183,9 +183,9 @@ class PrefillWorker:
         block_size = ours if layout is None else layout.block_size
         identity = replace(self._identity, block_size=block_size)
         chain = identity.chain(request.scope, prefill.token_ids, request.num_public_tokens)
-        lendable = layout in (None, self._core.parts.kv.layout)
+        same = layout in (None, self._core.parts.kv.layout)
         ordinals = tuple(prefill.ticket.ordinals)
-        return Shipment(ordinals, chain, len(request.token_ids), block_size, ours, lendable=lendable)
+        return Shipment(ordinals, chain, len(request.token_ids), block_size, ours, same_layout=same)
 
     def _submit(self, engine: Engine, request: Request, shipment: Shipment | None) -> None:
         """On the engine thread."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import xxhash
 
 from engine.errors import InternalError, NativeUnavailable
+from engine.kv_layout import KvLayout
 from engine.native import build
 
 LEVELS = ("portable", "avx2", "avx512")
@@ -20,6 +23,26 @@ MIN_DIGESTED = 241
 STREAMED_BYTES = 1024 * 1024
 """A call that copies as much writes past the caches: what does not fit into them anyway would push out the rest, and
 needs not be read before it is written. Past L3 this is 1.5 times as fast as memcpy."""
+
+
+class TargetPool(Protocol):
+    """Whose blocks are written."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def address(self) -> int: ...
+
+    def block(self, block: int) -> memoryview: ...
+
+
+class SharedPool:
+    """Another process's pool, mapped here."""
+
+    def __init__(self, whole: memoryview) -> None:
+        self.bytes = whole
+        self.address = _address(whole)
 
 
 class NativeBlockCopier:
@@ -65,6 +88,32 @@ class NativeBlockCopier:
             return self.digests(slots)
         base = _address(pool)
         return self._run([_address(slot) for slot in slots], [base + offset for offset in offsets], length)
+
+    def copy_blocks(
+        self, source: SharedPool, sources: Sequence[int], target: TargetPool, slots: Sequence[int]
+    ) -> bytes:
+        """Block `sources[i]` of `source` into block `slots[i]` of `target`, both of the target's layout.
+
+        Returns the digest of what each slot got, one after the other.
+        """
+        length, count = target.layout.block_bytes, len(slots)
+        if not 0 <= min(sources) <= max(sources) < len(source.bytes) // length or count != len(sources):
+            raise InternalError(f"blocks {sources[:8]} of {length} bytes are not {count} of the pool")
+        if length < MIN_DIGESTED:
+            offsets = [length * block for block in sources]
+            return b"".join(self.copy([target.block(slot) for slot in slots], source.bytes, offsets))
+        into, out_of = target.address, source.address
+        targets = array("Q", [into + length * slot for slot in slots])
+        addresses = array("Q", [out_of + length * block for block in sources])
+        digests = ctypes.create_string_buffer(DIGEST_BYTES * count)
+        self._native(count, length, targets.buffer_info()[0], addresses.buffer_info()[0], digests)
+        return digests.raw
+
+    def _native(
+        self, count: int, length: int, targets: int, sources: int, digests: ctypes.Array[ctypes.c_char] | None
+    ) -> None:
+        """`targets`, `sources`: where their addresses stand."""
+        self._pass(self._level, count * length >= STREAMED_BYTES, count, length, targets, sources, digests)
 
     def _run(self, targets: Sequence[int] | None, sources: Sequence[int], length: int) -> list[bytes]:
         digests = ctypes.create_string_buffer(DIGEST_BYTES * len(sources))

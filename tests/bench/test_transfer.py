@@ -18,7 +18,7 @@ def test_a_quick_run_measures_every_transport_and_sees_a_killed_sender() -> None
     cells = {f"{transport}_rel_{size}_{n}" for transport in ("shm", "tcp") for size in ("360k", "2m") for n in (1, 4)}
     again = {cell.replace("rel", f"{kind}_rel") for cell in cells for kind in ("again", "lazy")}
     again |= {f"digest_us_{size}_{n}" for size in ("360k", "2m") for n in (1, 4)}
-    lent = {"adopt_us", *(f"adopt_us_{size}_{n}" for size in ("360k", "2m") for n in (1, 4))}
+    lent = {"adopt_us", "adopt_floor_us", *(f"adopt_us_{size}_{n}" for size in ("360k", "2m") for n in (1, 4))}
     assert figures.keys() == cells | again | lent | {"digest_percent", "digest_lazy_percent", "kill_seen_ms"}
     assert all(figures[cell] > 0 for cell in cells | lent)
     assert figures["kill_seen_ms"] > 0

@@ -12,6 +12,7 @@ from kv_links import LAYOUT
 
 from engine.errors import ProtocolError
 from kv_transfer import frames
+from kv_transfer.block_records import COPY_BYTES, LOAN_BYTES
 from kv_transfer.frames import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
@@ -22,9 +23,11 @@ from kv_transfer.frames import (
     BlockEntry,
     Blocks,
     Challenge,
+    Copies,
     Finish,
     Frame,
     Hello,
+    Lend,
     Meet,
     Nack,
     Proof,
@@ -78,6 +81,13 @@ groups = st.builds(
     ).map(tuple),
     length=u32,
 )
+digests = st.binary(min_size=16, max_size=16)
+
+
+def record(size: int) -> st.SearchStrategy[bytes]:
+    return st.binary(min_size=size, max_size=size).map(lambda one: 2 * one)
+
+
 any_frame: st.SearchStrategy[Frame] = st.one_of(
     hellos,
     st.builds(Welcome, protocol=u32, capabilities=features),
@@ -92,6 +102,8 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Meet, key=messages, value=st.binary(max_size=512)),
     st.builds(Challenge, protocol=u32, nonce=hashes),
     st.builds(Proof, nonce=hashes, mac=hashes),
+    st.builds(Lend, ticket_id=ids, incarnation=ids, records=record(LOAN_BYTES), digest=digests),
+    st.builds(Copies, ticket_id=ids, incarnation=ids, records=record(COPY_BYTES), length=u32),
 )
 
 

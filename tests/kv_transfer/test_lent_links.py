@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from kv_links import (
     SETTINGS,
@@ -18,8 +19,8 @@ from kv_links import (
     MemoryPool,
     Pieces,
     block_hash,
+    columns,
     in_time,
-    lendable,
     only,
     ticket,
 )
@@ -27,8 +28,9 @@ from kv_wire import Wire, open_wire
 
 from engine.borrowing import Loan
 from engine.errors import LinkClosed, ProtocolError, SlotMismatch
+from kv_transfer.block_records import LOAN
 from kv_transfer.frames import AskLoans, Frame, Lend, Release, encode
-from kv_transfer.loan_records import unpack_loans
+from kv_transfer.outgoing import lend
 from kv_transfer.sender import OutgoingBlock
 
 BLOCK_BYTES = 32 * 1024
@@ -44,7 +46,8 @@ def wire() -> Iterator[Wire]:
 
 def send(wire: Wire, ticket_id: str, ordinals: Sequence[int], generation: int = 0) -> None:
     """Blocks of which all but the last of four are lent."""
-    wire.prefill.sender.lend(ticket_id, lendable([n for n in ordinals if n < 3], generation=generation))
+    if first := [n for n in ordinals if n < 3]:
+        wire.prefill.sender.send(ticket_id, [columns(first, generation=generation, lendable=True)])
     if last := [OutgoingBlock(n, n, block_hash(n), (), generation) for n in ordinals if n >= 3]:
         wire.prefill.sender.send(ticket_id, last)
 
@@ -176,7 +179,7 @@ def test_the_last_block_of_a_ticket_is_not_borrowed(wire: Wire) -> None:
 
 def test_one_block_is_not_borrowed_for_two_of_a_ticket(wire: Wire) -> None:
     wire.begin("t", [5, 6, 7], direct=True)
-    wire.prefill.sender.lend("t", lendable([0, 1], sources=[4, 4]))
+    wire.prefill.sender.send("t", [columns([0, 1], sources=[4, 4], lendable=True)])
 
     assert [block.ordinal for block in lent(wire).blocks] == [0]
     assert wire.decode.listener.next() == BlockRefused("t", 1, SlotMismatch)
@@ -185,9 +188,9 @@ def test_one_block_is_not_borrowed_for_two_of_a_ticket(wire: Wire) -> None:
 def test_a_block_outside_the_pool_ends_the_link(wire: Wire) -> None:
     def forge(frame: Frame, encoded: bytes, payload: bytes) -> Pieces:
         if isinstance(frame, Lend):
-            records = unpack_loans(frame.records).copy()
+            records = np.frombuffer(frame.records, dtype=LOAN).copy()
             records["source"] = 1000
-            return [encode(replace(frame, records=records.tobytes()))]
+            return [encode(lend(frame.ticket_id, frame.incarnation, records.tobytes()))]
         return [encoded]
 
     wire.proxy.to_receiver = forge

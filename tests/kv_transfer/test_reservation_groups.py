@@ -9,8 +9,8 @@ import pytest
 from kv_links import block_hash
 
 from engine.errors import HashMismatch, SlotMismatch, StaleTicket
+from kv_transfer.block_records import LOAN, Records
 from kv_transfer.frames import BlockEntry
-from kv_transfer.loan_records import RECORD
 from kv_transfer.reservation import DuplicateBlock, ExpectedBlock, ReservationTable, TicketProgress, WriteOutcome
 
 
@@ -22,6 +22,12 @@ def table() -> Iterator[ReservationTable]:
     table.open("t", blocks, lease_until=2.0)
     yield table
     table.check_integrity()
+
+
+def fill(records: Records, ordinal: int, slot: int, source: int) -> None:
+    values = {"ordinal": ordinal, "slot": slot, "generation": 1, "source": source, "hash": block_hash(ordinal)}
+    for name, value in values.items():
+        records[name][ordinal] = value
 
 
 def test_of_a_group_each_block_is_granted_or_refused_alone(table: ReservationTable) -> None:
@@ -52,9 +58,9 @@ def test_of_a_group_each_block_is_granted_or_refused_alone(table: ReservationTab
 def test_of_lent_blocks_each_is_compared_with_the_ticket(
     table: ReservationTable, change: dict[str, object], error: type[Exception] | None
 ) -> None:
-    records = np.zeros(2, dtype=RECORD)
+    records = np.zeros(2, dtype=LOAN)
     for n, (source, slot) in enumerate(((7, 10), (8, 11))):
-        records[n] = (n, slot, 1, 0, source, block_hash(n))
+        fill(records, n, slot, source)
     for name, value in change.items():
         records[name][0] = value
 
@@ -67,7 +73,8 @@ def test_of_lent_blocks_each_is_compared_with_the_ticket(
 
 
 def test_a_lent_block_that_was_reused_is_not_adopted(table: ReservationTable) -> None:
-    records = np.array([(0, 10, 1, 0, 7, block_hash(0))], dtype=RECORD)
+    records = np.zeros(1, dtype=LOAN)
+    fill(records, 0, 10, 7)
 
     assert isinstance(table.adopt_lent("t", "inc-1", records, np.array([False]))[0], SlotMismatch)
     assert isinstance(table.adopt_lent("t", "inc-0", records, np.array([True]))[0], StaleTicket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from kv_links import outgoing, ticket
@@ -18,9 +19,11 @@ from engine.errors import (
     SlotMismatch,
     StaleTicket,
 )
+from kv_transfer.digest import PythonBlockCopier
 from kv_transfer.frames import MAX_GROUP_BLOCKS, Abort, Finish, Renew
 from kv_transfer.link import LinkSettings
 from kv_transfer.outgoing import SendBlocks, Step
+from kv_transfer.source_digests import SourceDigests
 from kv_transfer.transfers import OutgoingTransfers
 
 BLOCK = 100
@@ -121,9 +124,11 @@ def test_the_first_group_of_an_idle_link_is_small_and_the_next_grow_with_what_is
 
 def test_blocks_whose_digest_is_known_leave_at_once_and_not_with_others() -> None:
     mib = 1024 * 1024
-    link = OutgoingTransfers(mib // 2, LinkSettings(), is_known=lambda block: 4 <= block.source_block < 40)
+    digests = SourceDigests(PythonBlockCopier(), 42)
+    digests.take([(n, 1) for n in range(4, 40)], [memoryview(bytes(1))] * 36)
+    link = OutgoingTransfers(mib // 2, LinkSettings(), digests)
     begin(link, "a", range(42))
-    link.send("r-a", outgoing(range(42)))
+    link.send("r-a", [replace(block, generation=1) for block in outgoing(range(42))])
 
     groups = [step for step in take(link) if isinstance(step, SendBlocks)]
 

@@ -28,7 +28,7 @@ from kv_transfer.link import LinkSettings
 from kv_transfer.pool import KvPool
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.reservation import ExpectedBlock, ReservationTable
-from kv_transfer.sender import KvSender, LendableBlocks, OutgoingBlock, TicketInfo
+from kv_transfer.sender import BlockColumns, KvSender, OutgoingBlock, TicketInfo
 from kv_transfer.stats import TransferStats
 
 LARGE_LAYOUT = KvLayout(num_layers=128, num_kv_heads=16, head_dim=256, block_size=16, dtype="float32")
@@ -230,13 +230,16 @@ def outgoing(ordinals: Sequence[int], first_source: int = 0) -> list[OutgoingBlo
     return [OutgoingBlock(ordinal, first_source + ordinal, block_hash(ordinal)) for ordinal in ordinals]
 
 
-def lendable(ordinals: Sequence[int], sources: Sequence[int] | None = None, generation: int = 0) -> LendableBlocks:
-    """The same, to be read where they are."""
-    return LendableBlocks(
+def columns(
+    ordinals: Sequence[int], sources: Sequence[int] | None = None, generation: int = 0, lendable: bool = False
+) -> BlockColumns:
+    """The same, full."""
+    return BlockColumns(
         np.array(ordinals, dtype=np.int64),
         np.array(ordinals if sources is None else sources, dtype=np.int64),
         np.full(len(ordinals), generation, dtype=np.uint64),
         b"".join(map(block_hash, ordinals)),
+        lendable,
     )
 
 

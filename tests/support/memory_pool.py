@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -41,6 +42,10 @@ class MemoryPool:
         self.generations = memoryview(memory)[generations_offset(nbytes) :].cast("Q")
         self.windows = PeerWindows(self.fd, nbytes, num_blocks) if borrows else None
         self._bytes = memoryview(memory if self.windows is None else self.windows.memory).cast("B")
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
 
     def block(self, block: int) -> memoryview:
         self.before_block(block)

@@ -11,7 +11,7 @@ from fakes import FakeModel
 from engine.block_hash import pack_tokens
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import EngineError, RequestCancelled
-from kv_transfer.sender import LendableBlocks, OutgoingBlock, SenderListener, TicketInfo
+from kv_transfer.sender import BlockColumns, OutgoingBlock, SenderListener, TicketInfo
 from kv_transfer.stats import TransferStats
 from kvrelay.v1 import common_pb2, worker_pb2
 from worker.config import WorkerConfig
@@ -126,12 +126,12 @@ class ManualSender:
         self.open_transfers[request_id] = ticket
         self.sent[request_id] = []
 
-    def send(self, request_id: str, blocks: Sequence[OutgoingBlock]) -> None:
+    def send(self, request_id: str, blocks: Sequence[OutgoingBlock | BlockColumns], *, finish: bool = False) -> None:
         if request_id in self.open_transfers:
-            self.sent[request_id] += blocks
-
-    def lend(self, request_id: str, blocks: LendableBlocks) -> None:
-        self.send(request_id, blocks.singly())
+            for block in blocks:
+                self.sent[request_id] += block.singly() if isinstance(block, BlockColumns) else [block]
+        if finish:
+            self.finish(request_id)
 
     def digest(self, blocks: Sequence[tuple[int, int]]) -> None:
         self.digested += blocks

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 import mmap
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_pool import LAYOUT, MemoryPool
 
 from engine.errors import InternalError
 from engine.native import build
-from engine.native.blocks import LEVELS, STREAMED_BYTES, NativeBlockCopier, best_level, load_block_copier
+from engine.native.blocks import LEVELS, STREAMED_BYTES, NativeBlockCopier, SharedPool, best_level, load_block_copier
+from kv_transfer.digest import PythonBlockCopier
 
 
 @pytest.fixture(scope="module", params=range(len(LEVELS)), ids=LEVELS)
@@ -70,6 +73,24 @@ def test_many_blocks_go_where_they_should_past_the_caches_too(copier: NativeBloc
     blocks = [pool[offset : offset + length] for offset in offsets]
     assert digests == [xxhash.xxh3_128_digest(block) for block in blocks]
     assert all(target[place : place + length] == block for place, block in zip(places, blocks, strict=True))
+
+
+@pytest.mark.parametrize("block_size", [1, 16], ids=["too short to digest natively", "native"])
+def test_blocks_of_one_pool_get_into_slots_of_another(copier: NativeBlockCopier, block_size: int) -> None:
+    layout = replace(LAYOUT, num_layers=1, num_kv_heads=1, head_dim=16, block_size=block_size)
+    source, target = MemoryPool(layout, 4), MemoryPool(layout, 4)
+    source.fill(seed=1)
+    whole = SharedPool(memoryview(b"".join(bytes(source.block(n)) for n in range(4))))
+
+    digests = copier.copy_blocks(whole, [3, 0], target, [1, 2])
+
+    assert [bytes(target.block(n)) for n in (1, 2)] == [bytes(source.block(n)) for n in (3, 0)]
+    assert digests == b"".join(xxhash.xxh3_128_digest(source.block(n)) for n in (3, 0))
+    assert digests == PythonBlockCopier().copy_blocks(whole, [3, 0], target, [1, 2])
+    with pytest.raises(InternalError, match="of the pool"):
+        copier.copy_blocks(whole, [4], target, [1])
+    source.close()
+    target.close()
 
 
 @pytest.mark.parametrize("length", [100, 1000, STREAMED_BYTES + 40])

@@ -16,12 +16,23 @@ from engine.errors import HandshakeRefused, LinkClosed, TransferError
 from engine.peer_windows import PeerWindow
 from explorer.agenda import Actor
 from explorer.checks import check_adopted
+from kv_transfer.copies import blocks_of
 from kv_transfer.frame_socket import FrameSocket
-from kv_transfer.frames import LENGTH_BYTES, Block, Blocks, Frame, Hello, body_length, decode
+from kv_transfer.frames import (
+    GROUPS_PROTOCOL_VERSION,
+    LENGTH_BYTES,
+    Block,
+    Blocks,
+    Copies,
+    Frame,
+    Hello,
+    body_length,
+    decode,
+)
 from kv_transfer.handshake import examine
 from kv_transfer.identity import ADOPT, DEFAULT_TRANSPORTS, MAPPING, LinkEndpoint, LinkTarget
 from kv_transfer.link import IncomingLink, LinkSettings, OutgoingLink
-from kv_transfer.outgoing import LendableBlocks, OutgoingBlock, SendBlocks, SendLoan
+from kv_transfer.outgoing import BlockColumns, OutgoingBlock, SendBlocks, SendColumns
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.receiver_link import ReceiverLink
 from kv_transfer.reservation import WriteGrant, WriteOutcome
@@ -120,7 +131,7 @@ class SenderEnd(SenderLink):
         self.connect_by = 0.0
         self.wire: Wire | None = None
         self.outgoing: OutgoingLink | None = None
-        self.in_hand: SendBlocks | SendLoan | None = None
+        self.in_hand: SendBlocks | SendColumns | None = None
         self.over = False
 
     def start(self) -> None:
@@ -177,8 +188,9 @@ class SenderEnd(SenderLink):
         maps = hello.transport in MAPPING
         outlet = ShmOutlet(connection, block_bytes, hello.transport) if maps else TcpOutlet(connection)
         self._connection = connection
-        self.outgoing = OutgoingLink(connection, outlet, protocol, fell_back=False)
-        self.transfers.transport = outlet.transport
+        columns = maps and protocol >= GROUPS_PROTOCOL_VERSION
+        self.outgoing = OutgoingLink(connection, outlet, protocol, fell_back=False, columns=columns)
+        self.transfers.transport, self.transfers.columns = outlet.transport, columns
         self.world.receivers.append(ReceiverEnd(self, to, hello, protocol))
 
     def write(self) -> None:
@@ -199,7 +211,7 @@ class SenderEnd(SenderLink):
                 taken = self.transfers.next_step(self.world.clock.now)
                 changed.told = taken is not None or self.transfers.has_outcomes()
             self._report()
-            if isinstance(taken, (SendBlocks, SendLoan)):
+            if isinstance(taken, (SendBlocks, SendColumns)):
                 self.in_hand = taken
             elif taken is not None:
                 self._send(self.outgoing, taken)
@@ -231,18 +243,13 @@ class ExploredSender(KvSender):
         self.sources: dict[str, list[tuple[int, int]]] = {}
         """Request -> (source block, its generation), until the transfer ends."""
 
-    def send(self, request_id: str, blocks: Any) -> None:
+    def send(self, request_id: str, blocks: Sequence[OutgoingBlock | BlockColumns], *, finish: bool = False) -> None:
         if request_id in self._requests:
-            handed = cast(list[OutgoingBlock], blocks)
+            singles = [b for some in blocks for b in (some.singly() if isinstance(some, BlockColumns) else [some])]
             generation = self.node.blocks.generation
-            self.sources.setdefault(request_id, []).extend((b.source_block, generation(b.source_block)) for b in handed)
-        super().send(request_id, blocks)
-
-    def lend(self, request_id: str, blocks: LendableBlocks) -> None:
-        if request_id in self._requests:
-            handed = zip(blocks.sources.tolist(), blocks.generations.tolist(), strict=True)
+            handed = [(b.source_block, generation(b.source_block)) for b in singles]
             self.sources.setdefault(request_id, []).extend(handed)
-        super().lend(request_id, blocks)
+        super().send(request_id, blocks, finish=finish)
 
     def reading(self) -> list[tuple[str, int, int]]:
         """Source blocks that some link may be reading, or will."""
@@ -305,6 +312,8 @@ class ReceiverEnd:
             frame = decoded(self.taken)
             if isinstance(frame, Block):
                 frame = frame.grouped()
+            if isinstance(frame, Copies):
+                frame = blocks_of(frame)
             if isinstance(frame, Blocks):
                 self._end._check(self._link, frame)
                 self.writing = frame, *self._end._begin_write(frame)

@@ -13,8 +13,8 @@ from cluster.quoting import quoted
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.knobs import Knobs
+from engine.log_format import check_log_format
 from kv_transfer.identity import DEFAULT_TRANSPORTS, parse_transports
-from kvrelay._logs import LOG_FORMATS
 from router.config import RouterConfig
 from worker.config import WorkerConfig
 
@@ -325,8 +325,7 @@ class ClusterSpec:
         check_name(self.name)
         if not self.model:
             raise ConfigError("model must not be empty")
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {quoted(self.log_format)}")
+        check_log_format(self.log_format)
         # Its checks of both are ours.
         replace(self.pools.decode.engine("", self.dtype), weights_dtype=self.weights_dtype)
         prefill, decode = (pool.kv_dtype(self.dtype) for pool in (self.pools.prefill, self.pools.decode))

@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import MappingProxyType
 
-LOG_FORMATS = ("text", "json")
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _fields: ContextVar[Mapping[str, str]] = ContextVar("log_fields", default=_NOTHING)
 

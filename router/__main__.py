@@ -18,8 +18,9 @@ import uvloop
 
 from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError, EngineError
+from engine.log_format import LOG_FORMATS
 from engine.native.build import default_cache
-from kvrelay._logs import LOG_FORMATS, log_to_stderr
+from kvrelay._logs import log_to_stderr
 from router.config import RouterConfig
 from router.server import RouterServer
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from engine.cluster_key import ClusterKey
 from engine.errors import ConfigError
+from engine.log_format import check_log_format
 from engine.routing_key import MAX_SEED
-from kvrelay._logs import LOG_FORMATS
 
 MIB = 1024 * 1024
 
@@ -151,8 +151,7 @@ class RouterConfig:
             raise ConfigError(f"otlp_endpoint must begin with http:// or https://, got {self.otlp_endpoint!r}")
         if not 0 <= self.trace_ratio <= 1:
             raise ConfigError(f"trace_ratio must be in [0, 1], got {self.trace_ratio}")
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
+        check_log_format(self.log_format)
 
     def _check_amounts(self) -> None:
         if not 0 <= self.routing_seed <= MAX_SEED:

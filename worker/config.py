@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from engine.cluster_key import ClusterKey
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.log_format import check_log_format
 from kv_transfer.identity import ADOPT, DEFAULT_TRANSPORTS, check_transports
-from kvrelay._logs import LOG_FORMATS
 
 MAX_LEASE_S = 5.0
 """A lease that nobody renews blocks memory for this long at most."""
@@ -70,8 +70,7 @@ class WorkerConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         check_transports(self.kv_transports)
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
+        check_log_format(self.log_format)
         if not 0 < self.max_lent_share <= 1:
             raise ConfigError(f"max_lent_share must be in (0, 1], got {self.max_lent_share}")
         if not 0 < self.lease_s <= MAX_LEASE_S:

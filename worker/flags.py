@@ -13,9 +13,9 @@ from engine.cluster_key import ClusterKey
 from engine.config import DTYPE_BYTES, KERNELS, PREEMPTIONS, WEIGHTS_DTYPES, EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.knobs import KNOBS
+from engine.log_format import LOG_FORMATS
 from engine.native.build import default_cache
 from kv_transfer.identity import DEFAULT_TRANSPORTS, parse_transports
-from kvrelay._logs import LOG_FORMATS
 from worker.config import WorkerConfig
 from worker.knob_options import knob_option
 from worker.process import exit_with_parent, run_worker

@@ -176,7 +176,7 @@ class Llama:
         self._lib, self._vocab = library(), vocab
         self._model = self._lib.llama_model_load_from_file(str(path).encode(), self._lib.llama_model_default_params())
         params = self._lib.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = STREAMS * context, BATCH, 512
+        params.n_ctx, params.n_batch, params.n_ubatch = max(STREAMS * context, 2 * BATCH), BATCH, 512
         params.n_seq_max, params.kv_unified = STREAMS, True
         params.n_threads = params.n_threads_batch = threads
         self._context = self._lib.llama_init_from_model(self._model, params)

@@ -55,7 +55,7 @@ def test_a_pair_with_two_keys_ends_without_a_link() -> None:
 
         assert ended.startswith("failed t HandshakeRefused decode-0 refuses the link (authentication): ")
         assert "prefill-0 has another cluster key" in ended
-        assert decode.receiver.refusals() == {"authentication": 1}
+    assert decode.receiver.refusals() == {"authentication": 1}  # counted when its thread ends
 
 
 def test_a_pair_without_a_transport_in_common_does_not_connect() -> None:

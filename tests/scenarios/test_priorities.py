@@ -45,13 +45,14 @@ def count_arrivals(worker: ClusterWorker, monkeypatch: pytest.MonkeyPatch) -> as
 def note_turns(worker: ClusterWorker, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of the prompts, in the order in which the worker computes them."""
     turns: list[int] = []
-    forward = worker.model.forward
+    runner = worker.parts.engine._runner
+    forward = runner._forward
 
     def noted(batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
         turns.append(int(batch.token_ids[0]) - 100)
         return forward(batch, kv)
 
-    monkeypatch.setattr(worker.model, "forward", noted)
+    monkeypatch.setattr(runner, "_forward", noted)
     return turns
 
 

@@ -24,7 +24,7 @@ from engine.block_names import BlockNames
 from engine.borrowing import BorrowingBlockManager, Loan
 from engine.config import CacheConfig, SchedulerConfig
 from engine.engine_stats import EngineStats
-from engine.errors import DigestMismatch, EngineError, InternalError, RequestError
+from engine.errors import DigestMismatch, InternalError, RequestError
 from engine.host_tier import HostStats
 from engine.interruption import PassStopped
 from engine.kv_cache import KvCache
@@ -324,9 +324,10 @@ class Engine:
         told: Mapping[str, tuple[TokenLogprobs, ...]],
         began: float,
     ) -> tuple[RequestUpdate, ...]:
-        updates: list[RequestUpdate] = []
+        updates, suspects = list[RequestUpdate](), list[int]()
         for sequence in batch.sequences:
             if isinstance(error := drawn.get(sequence.request.request_id), InternalError):
+                suspects += damage.suspects(sequence.request, error)
                 updates.append(self._failed(sequence.request, error))  # and KV that may be as bad is never published
                 continue
             self._scheduler.computed(sequence)
@@ -338,6 +339,8 @@ class Engine:
                 request.num_prompt_logprobs += len(logprobs)
                 update = self._advance(request, drawn.get(request.request_id))
                 updates.append(replace(update, prompt_logprobs=logprobs) if logprobs else update)
+        for block in dict.fromkeys(suspects):
+            updates += self.discard(block, self.generation(block)).updates
         return tuple(updates)
 
     def _part(self, parent: Request) -> list[Request]:
@@ -378,10 +381,7 @@ class Engine:
         return StepOutput(tuple(self._failed(request, cause) for request in requests))
 
     def _failed(self, request: Request, cause: Exception) -> RequestUpdate:
-        error: EngineError = InternalError(f"request {request.request_id}: {type(cause).__name__}: {cause}")
-        error.__cause__ = cause
-        if isinstance(cause, DigestMismatch):
-            error = cause
+        error = damage.error_of(request, cause)
         index, num_computed = request.num_output_tokens, request.num_computed_tokens
         self._reserving.pop(request.request_id, None)
         self._scheduler.fail(request)

@@ -27,6 +27,7 @@ EngineError
 ├── DeadlineExceeded        the request's time is over
 ├── RequestCancelled        the client cancelled, or went away
 └── InternalError           a fault of ours, reported with its cause
+    └── NotFinite           logits that no token can be drawn from
 
 The edges (gRPC servicers) turn a class into a status once, in a table.
 """
@@ -153,4 +154,8 @@ class RequestCancelled(EngineError):
 
 
 class InternalError(EngineError):
+    pass
+
+
+class NotFinite(InternalError):
     pass

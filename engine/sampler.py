@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.errors import InternalError
+from engine.errors import InternalError, NotFinite
 from engine.philox import philox4x32
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -99,7 +99,7 @@ def uniform(seed: int, position: int) -> float:
 
 def _sample_row(logits: npt.NDArray[np.float32], row: SampleRow, best_id: int) -> SampledToken | InternalError:
     if not np.isfinite(logits[best_id]):  # a NaN anywhere is the row's argmax
-        return InternalError(f"position {row.position}: the largest logit is {logits[best_id]}")
+        return NotFinite(f"position {row.position}: the largest logit is {logits[best_id]}")
     token_id = best_id
     if not row.takes_the_best or best_id in row.banned_token_ids:
         drawn = _draw(logits, row)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from engine.cuda.device import Device
-from engine.errors import InternalError
+from engine.errors import InternalError, NotFinite
 from engine.kernels import triton_sampling
 from engine.sampler import SampledToken, SampleRow, token_logprobs
 
@@ -136,8 +136,9 @@ def _row_changes(
 
 def _result(token: int, row: SampleRow, logits: torch.Tensor | None) -> SampledToken | InternalError:
     if token < 0:
-        why = "the largest logit is not finite" if token == _NOT_FINITE else "every token is banned or impossible"
-        return InternalError(f"position {row.position}: {why}")
+        if token == _NOT_FINITE:
+            return NotFinite(f"position {row.position}: the largest logit is not finite")
+        return InternalError(f"position {row.position}: every token is banned or impossible")
     if not row.params.greedy and row.params.seed is None:
         return InternalError(f"position {row.position}: a random draw without a seed")
     if logits is None or row.params.logprobs is None:

@@ -273,7 +273,7 @@ def test_logits_without_a_token_fail_their_own_request_and_no_other(make_engine:
     harness.run()
     error = harness.ends[sick.request_id].error
     assert isinstance(error, InternalError)
-    assert str(error) == f"request {sick.request_id}: InternalError: position 11: the largest logit is nan"
+    assert str(error) == f"request {sick.request_id}: NotFinite: position 11: the largest logit is nan"
     assert harness.outputs[sick.request_id] == []
     assert harness.outputs[before.request_id] == expected_output([1, *PROMPT], 8)
     assert harness.outputs[behind.request_id] == expected_output([2, *PROMPT], 8)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from block_follower import BlockFollower
 from factories import HarnessFactory, fake_identity, fake_layout, make_request
 from fakes import NUM_LAYERS, FakeModel, expected_output
 
+from engine.batch import ForwardBatch
 from engine.block_events import Stored
 from engine.block_hash import block_chain, pack_tokens
 from engine.config import CacheConfig, LocalLayers, SchedulerConfig
@@ -180,3 +182,35 @@ def test_a_block_that_was_handed_out_again_since_is_not_discarded(make_engine: H
 
     assert harness.engine.stats().blocks.damaged == 0
     harness.run()
+
+
+class Poisonable(FakeModel):
+    """Gives NaN for a sequence that reads a block of nothing but ones."""
+
+    def forward(self, batch: ForwardBatch, kv: KvCache) -> torch.Tensor:
+        logits = super().forward(batch, kv)
+        for row, token in enumerate(batch.sample_rows):
+            s = sum(start <= token for start in batch.query_starts) - 1
+            full = batch.block_tables[s][: batch.context_lens[s] // kv.layout.block_size]
+            if any(set(bytes(kv.block(block))) == {0xFF} for block in full):
+                logits[row] = torch.nan
+        return logits
+
+
+def test_a_cached_prefix_that_gives_no_token_is_computed_anew_by_the_next_who_asks(make_engine: HarnessFactory) -> None:
+    harness = make_engine(model=Poisonable(), max_num_batched_tokens=64)
+    first, other = harness.submit(make_request(SYSTEM)), harness.submit(make_request(OTHER))
+    harness.step()
+    damaged = first.block_table[1]
+    harness.run()
+    harness.kv.block(damaged)[:] = b"\xff" * len(harness.kv.block(damaged))
+
+    failing = harness.submit(make_request(SYSTEM))
+    harness.run()
+    again, unharmed = harness.submit(make_request(SYSTEM)), harness.submit(make_request(OTHER))
+    harness.run()
+
+    assert isinstance(harness.ends[failing.request_id].error, DigestMismatch)  # of the kind that routers try again
+    assert (again.num_cached_tokens, unharmed.num_cached_tokens > 0) == (0, True)
+    for request in (first, other, again, unharmed):
+        assert harness.outputs[request.request_id] == harness.expected(request)

@@ -20,10 +20,10 @@ from cluster import state
 from cluster.cli_common import echo_json, json_option
 from cluster.config import inherited_cluster_id, load_spec
 from cluster.display import Display
-from cluster.facts import router_files_fault
+from cluster.facts import check_router_files
 from cluster.spec import ClusterSpec
 from cluster.updates import Failed, Listener, MemberTrouble, Ready, Update, to_line
-from engine.errors import ConfigError, UnavailableError
+from engine.errors import UnavailableError
 
 
 def _spec_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -59,8 +59,8 @@ def up(
     """
     started = time.monotonic()
     spec = (load_spec(spec_path) if spec_path is not None else ClusterSpec()).with_overrides(**overrides)
-    if spec.ray.local and (fault := router_files_fault(spec)):
-        raise ConfigError(fault)
+    if spec.ray.local:
+        check_router_files(spec)
     if updates_fd is not None:
         _run_in_background(spec, updates_fd, new_log, started)
     elif detach:

@@ -121,17 +121,21 @@ def gather(spec: ClusterSpec, models: Path) -> Facts:
         hosts=_foreign_hosts(spec) if spec.ray.local else {},
         runs=running_record(spec.name) is not None,
         model=_model(spec.model, models),
-        router_files=router_files_fault(spec) if spec.ray.local else "",
+        router_files=_router_files_fault(spec) if spec.ray.local else "",
         disk_bytes=shutil.disk_usage(_first_existing(models)).free,
     )
 
 
-def router_files_fault(spec: ClusterSpec) -> str:
-    """What is wrong with a file of keys or certificates of its router; empty if nothing is."""
+def check_router_files(spec: ClusterSpec) -> None:
+    """Read the files of keys and certificates of its router. Raises `ConfigError` that names setting and file."""
     config = spec.router.config(model_path="", model_name="any", router_id="any")
+    load_server_tls(config)
+    load_tenants(config.api_keys)
+
+
+def _router_files_fault(spec: ClusterSpec) -> str:
     try:
-        load_server_tls(config)
-        load_tenants(config.api_keys)
+        check_router_files(spec)
     except ConfigError as error:
         return str(error)
     return ""
